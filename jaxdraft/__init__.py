@@ -1,0 +1,1 @@
+"""The executable specification of pruned speculative drafts, in JAX and Flax."""

@@ -1,0 +1,1 @@
+"""Finds where jaxdraft and torch_port disagree; the only package that imports both."""

@@ -1,0 +1,1 @@
+"""The production implementation of pruned speculative drafts, in torch and torch_npu."""

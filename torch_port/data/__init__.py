@@ -1,0 +1,1 @@
+"""Conversations, token ids, captured features, and the batches made of them."""
