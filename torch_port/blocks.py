@@ -1,0 +1,130 @@
+"""Anchors, labels, masks and weights of a batch's draft blocks (spec sheet §3, anchor-first).
+
+Shape suffixes: B batch, S sequence, N blocks (anchors), G slots of a block (γ).
+Anchors are drawn on the host; everything else is index arithmetic on the device, without boolean
+indexing and without a sync.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from torch_port.errors import UserError
+
+
+def anchor_candidates(loss_mask: NDArray[np.float32]) -> NDArray[np.int64]:
+    """Return the positions a of one row where a and a+1 are both supervised (§3.1).
+
+    >>> anchor_candidates(np.array([0, 0, 0, 1, 1, 1, 0], dtype=np.float32)).tolist()
+    [3, 4]
+    """
+    supervised = loss_mask > 0.5
+    return np.nonzero(supervised[:-1] & supervised[1:])[0]
+
+
+def draw_anchors(
+    loss_mask_BS: NDArray[np.float32], sample_ids: list[int], count: int, seed: int, epoch: int
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Draw up to `count` distinct anchors per row, uniformly and sorted (§3.1).
+
+    A row's draw is a function of (seed, epoch, sample id) alone, so neither its neighbours in the
+    batch nor prefetching nor resuming can change it.
+
+    Arguments: `loss_mask_BS`; `sample_ids`, one per row; `count` N; `seed`; `epoch`.
+    Returns (anchor positions int64 [B, N'], keep bool [B, N']), N' = min(N, most candidates of a
+    row), at least 1; short rows are padded with anchor 0 and keep False.
+    Raises UserError for count < 1.
+    """
+    if count < 1:
+        raise UserError(f"num_anchors is {count}, but a sequence needs at least 1")
+    candidates = [anchor_candidates(row) for row in loss_mask_BS]
+    width = max(1, min(count, max(len(found) for found in candidates)))
+    anchors = np.zeros((len(candidates), width), dtype=np.int64)
+    keep = np.zeros((len(candidates), width), dtype=bool)
+    for row, (found, sample_id) in enumerate(zip(candidates, sample_ids, strict=True)):
+        taken = min(width, len(found))
+        random = np.random.default_rng([seed, epoch, sample_id])
+        anchors[row, :taken] = np.sort(random.choice(found, taken, replace=False))
+        keep[row, :taken] = True
+    return anchors, keep
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The index tensors of a batch's blocks, all [B, N, G]."""
+
+    position: Tensor  # rotary position a + k of slot k
+    input_ids: Tensor  # x[a], then mask tokens
+    label: Tensor  # target id x[a+1+k]; a harmless id where `evaluated` is False
+    label_is_kept: Tensor  # bool: the label has a draft id
+    label_draft_id: Tensor  # the label's draft id; 0 where it was pruned
+    previous: Tensor  # target id before slot k: x[a], then the labels
+    teacher_position: Tensor  # where in the sequence the teacher of slot k stands
+    evaluated: Tensor  # bool, the evaluation mask M
+
+
+def make_blocks(
+    input_ids_BS: Tensor,
+    loss_mask_BS: Tensor,
+    anchors_BN: Tensor,
+    keep_BN: Tensor,
+    *,
+    block_size: int,
+    mask_token_id: int,
+    draft_index_V: Tensor,
+) -> Blocks:
+    """Lay out the blocks of a batch (§3.2 to §3.5).
+
+    Arguments: the batch's ids, loss mask, anchors and keep mask; γ; the mask token; the draft id
+    of each target id (−100 where pruned).
+    Returns a `Blocks`. Ids at positions that do not count may be anything, −1 or V included
+    (padding conventions differ): they are clamped into [0, V) before they index a table.
+    """
+    B, S = input_ids_BS.shape
+    V = draft_index_V.shape[0]
+    slot_G = torch.arange(block_size, device=anchors_BN.device)
+    keep_BN1 = keep_BN.unsqueeze(-1)
+    position_BNG = anchors_BN.unsqueeze(-1) + slot_G
+    label_at_BNG = position_BNG + 1
+    in_range_BNG = label_at_BNG < S
+    safe_BNG = torch.where(keep_BN1, label_at_BNG.clamp(max=S - 1), 0)
+    legal_BS = input_ids_BS.clamp(0, V - 1)
+
+    def at(values_BS: Tensor, index: Tensor) -> Tensor:
+        return values_BS.gather(1, index.reshape(B, -1)).view(index.shape)
+
+    supervised_BNG = at(loss_mask_BS, safe_BNG) > 0.5
+    valid_BNG = in_range_BNG & supervised_BNG & keep_BN1
+    evaluated_BNG = valid_BNG.to(torch.int32).cumprod(-1) > 0
+    label_BNG = at(legal_BS, safe_BNG)
+    first_BN1 = at(legal_BS, anchors_BN).unsqueeze(-1)
+    draft_id_BNG = draft_index_V.index_select(0, label_BNG.flatten()).view(label_BNG.shape)
+    masks = torch.full_like(position_BNG, mask_token_id)
+    return Blocks(
+        position=position_BNG,
+        input_ids=torch.where(keep_BN1 & (slot_G == 0), first_BN1, masks),
+        label=label_BNG,
+        label_is_kept=draft_id_BNG >= 0,
+        label_draft_id=draft_id_BNG.clamp(min=0),
+        previous=torch.cat([first_BN1, label_BNG[..., :-1]], dim=-1),
+        teacher_position=(safe_BNG - 1).clamp(min=0),
+        evaluated=evaluated_BNG,
+    )
+
+
+def slot_weights(evaluated_BNG: Tensor, decay: float | None, dtype: torch.dtype) -> Tensor:
+    """Return w = M · exp(−k/decay), k from 0; no decay when `decay` is None (§3.6, paper §3.3).
+
+    The exponentials are computed on the host in float64 and rounded once, so that no float64
+    reaches the device.
+    """
+    weights = evaluated_BNG.to(dtype)
+    if decay is None:
+        return weights
+    slots = np.exp(-np.arange(evaluated_BNG.shape[-1]) / decay)
+    return weights * torch.tensor(slots.tolist(), dtype=dtype, device=weights.device)

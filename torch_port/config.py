@@ -1,0 +1,242 @@
+"""Draft and objective configuration: the field's `hf` schema, read strictly.
+
+A config that says something this version would ignore is refused, because an ignored field is a
+draft that differs from the one its author trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from torch_port.errors import NotBuiltError, UserError
+
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+HEAD_TYPES = ("vanilla", "gated", "rnn")
+
+# Fields of the hf schema with one value that this family supports; any other value is refused.
+_FIXED = {
+    "model_type": ("qwen3",),
+    "architectures": (["DSparkDraftModel"],),
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "tie_word_embeddings": (False,),
+}
+
+
+def check_draft_vocab_size(value: object, vocab_size: int) -> int:
+    """Resolve `draft_vocab_size` to K.
+
+    Arguments: `value`, what a config or a user gave (`None` means V); `vocab_size`, V.
+    Returns K with 1 ≤ K ≤ V.
+    Raises UserError for bools, floats and other non-integers, for K < 1 and for K > V; nothing
+    is coerced. Source: contracts §1.
+
+    >>> check_draft_vocab_size(None, 16)
+    16
+    """
+    if value is None:
+        return vocab_size
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise UserError(
+            f"draft_vocab_size must be a whole number or null, not {value!r} "
+            f"({type(value).__name__}); write the number of target ids to keep, 1 to {vocab_size}"
+        )
+    if not 1 <= value <= vocab_size:
+        raise UserError(
+            f"draft_vocab_size is {value}, but must lie in 1 … {vocab_size} (the target's "
+            "vocab_size); leave it out, or null, for an unpruned draft"
+        )
+    return value
+
+
+class DraftConfig(BaseModel):
+    """Sizes and options of one DSpark draft (anchor-first layout), flat and checked.
+
+    `draft_vocab_size` is K, already resolved; `markov_head_type` is "none" exactly when
+    `markov_rank` is 0. Source: spec sheet §1, §5, §6; contracts §4 for the file's schema.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    vocab_size: int = Field(ge=1)
+    draft_vocab_size: int
+    hidden_size: int = Field(ge=1)
+    intermediate_size: int = Field(ge=1)
+    num_hidden_layers: int = Field(ge=1)
+    num_attention_heads: int = Field(ge=1)
+    num_key_value_heads: int = Field(ge=1)
+    head_dim: int = Field(ge=2, multiple_of=2)
+    rms_norm_eps: float = Field(gt=0)
+    rope_theta: float = Field(gt=0)
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...]
+    sliding_window: int | None = Field(default=None, ge=1)
+    block_size: int = Field(ge=1)
+    num_target_layers: int = Field(ge=1)
+    target_layer_ids: tuple[int, ...] = Field(min_length=1)
+    mask_token_id: int = Field(ge=0)
+    markov_rank: int = Field(ge=0)
+    markov_head_type: Literal["vanilla", "gated", "rnn", "none"]
+    enable_confidence_head: bool
+    confidence_head_with_markov: bool
+    initializer_range: float = Field(default=0.02, gt=0)
+
+    @property
+    def prunes(self) -> bool:
+        """True when the draft predicts fewer ids than the target has (K < V)."""
+        return self.draft_vocab_size < self.vocab_size
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DraftConfig:
+        check_draft_vocab_size(self.draft_vocab_size, self.vocab_size)
+        problems = [text for wrong, text in self._rules() if wrong]
+        if problems:
+            raise UserError("draft config: " + "; ".join(problems))
+        return self
+
+    def _rules(self) -> list[tuple[bool, str]]:
+        ids, last = self.target_layer_ids, self.num_target_layers - 1
+        markov = self.markov_rank > 0
+        return [
+            (
+                self.num_attention_heads % self.num_key_value_heads != 0,
+                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
+                f"num_key_value_heads ({self.num_key_value_heads})",
+            ),
+            (
+                len(self.layer_types) != self.num_hidden_layers,
+                f"layer_types names {len(self.layer_types)} layers, num_hidden_layers is "
+                f"{self.num_hidden_layers}; give one type per layer",
+            ),
+            (
+                SLIDING in self.layer_types and self.sliding_window is None,
+                "a sliding_attention layer needs sliding_window; set it to the window's width",
+            ),
+            (
+                self.mask_token_id >= self.vocab_size,
+                f"mask_token_id {self.mask_token_id} is no row of the {self.vocab_size}-row target",
+            ),
+            (len(set(ids)) != len(ids), f"target_layer_ids {list(ids)} repeats a layer"),
+            (
+                any(not 0 <= i < last for i in ids),
+                f"target_layer_ids {list(ids)} must lie in 0 … {last - 1}: layer i means the "
+                f"output of decoder layer i, and the last ({last}) comes out normalised",
+            ),
+            (
+                markov != (self.markov_head_type != "none"),
+                f"markov_rank {self.markov_rank} does not go with markov_head_type "
+                f"{self.markov_head_type!r}; rank 0 means no Markov head",
+            ),
+            (
+                self.enable_confidence_head and self.confidence_head_with_markov and not markov,
+                "confidence_head_with_markov reads W1, so it needs markov_rank > 0",
+            ),
+        ]
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> DraftConfig:
+        """Read the field's `config.json` (see contracts §4).
+
+        Arguments: `raw`, the parsed file.
+        Returns the checked config.
+        Raises NotBuiltError for a layout, head or layer type that this version does not have;
+        UserError for unknown, missing or inconsistent fields, naming each with its value.
+        """
+        flat = dict(raw)
+        nested = flat.pop("dflash_config", None)
+        if not isinstance(nested, Mapping):
+            raise UserError("draft config: dflash_config is missing or no mapping")
+        twice = sorted(set(flat) & set(nested))
+        if twice:
+            raise UserError(f"draft config: {twice} stand both at the top and in dflash_config")
+        flat.update(nested)
+        _refuse_not_built(flat)
+        mode = flat.pop("attention_mode", "gqa")
+        heads, kv_heads = flat.get("num_attention_heads"), flat.get("num_key_value_heads")
+        if mode not in ("gqa", "mha") or (mode == "mha" and heads != kv_heads):
+            raise UserError(
+                f"attention_mode {mode!r} does not go with {heads} heads and {kv_heads} kv heads; "
+                "use 'gqa', or 'mha' with equal numbers"
+            )
+        if flat.get("markov_rank") == 0:
+            flat["markov_head_type"] = "none"
+        if isinstance(flat.get("vocab_size"), int):
+            flat["draft_vocab_size"] = check_draft_vocab_size(
+                flat.get("draft_vocab_size"), flat["vocab_size"]
+            )
+        for name in ("layer_types", "target_layer_ids"):
+            if isinstance(flat.get(name), list):
+                flat[name] = tuple(flat[name])
+        try:
+            return cls(**flat)
+        except ValidationError as error:
+            raise UserError(explain(error, "draft config")) from None
+
+    def to_hf(self) -> dict[str, Any]:
+        """Write the config in the field's schema; `from_hf` of it gives an equal config."""
+        nested = (
+            "target_layer_ids",
+            "mask_token_id",
+            "markov_rank",
+            "markov_head_type",
+            "enable_confidence_head",
+            "confidence_head_with_markov",
+        )
+        values = self.model_dump(mode="json")
+        inner = {name: values.pop(name) for name in nested}
+        if self.markov_rank == 0:
+            inner["markov_head_type"] = "vanilla"  # the schema has no "none": rank 0 says it
+        mode = "mha" if self.num_attention_heads == self.num_key_value_heads else "gqa"
+        fixed = {name: allowed[0] for name, allowed in _FIXED.items()}
+        return fixed | values | {"dflash_config": inner | _LAYOUT | {"attention_mode": mode}}
+
+
+_LAYOUT = {"projector_type": "dspark"}
+
+
+def _refuse_not_built(flat: dict[str, Any]) -> None:
+    """Take the fields with a single supported value out of `flat`, or say what is not built."""
+    projector = flat.pop("projector_type", None)
+    if projector != "dspark":
+        raise NotBuiltError(
+            f"projector_type {projector!r} is not built; 'dspark' (anchor-first) is"
+        )
+    for name, allowed in _FIXED.items():
+        value = flat.pop(name, allowed[0])
+        if value not in allowed:
+            raise NotBuiltError(f"{name} {value!r} is not built; {allowed[0]!r} is")
+    head = flat.get("markov_head_type")
+    if flat.get("markov_rank") != 0 and head not in HEAD_TYPES:
+        raise NotBuiltError(f"markov_head_type {head!r} is not built; {', '.join(HEAD_TYPES)} are")
+    for layer_type in flat.get("layer_types") or ():
+        if layer_type not in (FULL, SLIDING):
+            raise NotBuiltError(f"layer_types {layer_type!r} is not built; {FULL}, {SLIDING} are")
+
+
+class ObjectiveConfig(BaseModel):
+    """Weights of the three terms and the decay along the block. Source: spec sheet §3.6, §8.
+
+    `loss_decay_gamma` null means no decay; `detach_confidence` keeps the confidence term's
+    gradient out of the backbone and of W1.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    ce_alpha: float = Field(default=0.1, ge=0)
+    l1_alpha: float = Field(default=0.9, ge=0)
+    confidence_alpha: float = Field(default=1.0, ge=0)
+    loss_decay_gamma: float | None = Field(default=None, gt=0)
+    detach_confidence: bool = False
+
+
+def explain(error: ValidationError, where: str) -> str:
+    """Turn a pydantic error into one line per field: name, value, and what was expected."""
+    lines = []
+    for item in error.errors():
+        name = ".".join(str(part) for part in item["loc"])
+        given = "" if item["type"] == "missing" else f" (got {item['input']!r})"
+        lines.append(f"{name}: {item['msg']}{given}" if name else item["msg"])
+    return f"{where}: " + "; ".join(lines)

@@ -1,0 +1,109 @@
+"""Batches: samples padded on the right, with anchors drawn per sample (spec sheet §1, §3.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_port.blocks import anchor_candidates, draw_anchors
+from torch_port.errors import UserError
+
+Sample = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch, [B, S, …]; anchors and keep mask [B, N]."""
+
+    input_ids: Tensor
+    loss_mask: Tensor
+    hidden_states: Tensor
+    target_last_hidden_states: Tensor
+    anchor_positions: Tensor
+    block_keep_mask: Tensor
+    target_log_normalizer: Tensor | None = None
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
+        """Move to a device; states and mask in `dtype`. The normaliser stays float32 or better."""
+        moved = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "target_log_normalizer" and value is not None:
+                value = value.to(torch.promote_types(dtype, torch.float32))
+            elif value is not None and value.is_floating_point():
+                value = value.to(dtype)
+            moved[field.name] = None if value is None else value.to(device)
+        return Batch(**moved)
+
+
+def collate(
+    samples: Sequence[Sample],
+    sample_ids: Sequence[int],
+    *,
+    num_anchors: int,
+    seed: int,
+    epoch: int,
+    vocab_size: int,
+) -> Batch:
+    """Pad samples on the right (mask 0) and draw their anchors.
+
+    Arguments: feature samples (contracts §5); their ids, which seed the draws; N; V.
+    Returns a `Batch` on the host.
+    Raises UserError for an id that counts and is no row of the target, naming the sample.
+    """
+    length = max(len(sample["input_ids"]) for sample in samples)
+    for sample, sample_id in zip(samples, sample_ids, strict=True):
+        ids = sample["input_ids"]
+        if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+            raise UserError(
+                f"sample {sample_id}: input_ids span {int(ids.min())} … {int(ids.max())}, but the "
+                f"target has vocab_size {vocab_size}; prepare the features with its tokenizer"
+            )
+
+    def padded(name: str) -> Tensor:
+        rows = [sample[name] for sample in samples]
+        out = rows[0].new_zeros(len(rows), length, *rows[0].shape[1:])
+        for index, row in enumerate(rows):
+            out[index, : len(row)] = row
+        return out
+
+    loss_mask = padded("loss_mask")
+    anchors, keep = draw_anchors(loss_mask.numpy(), list(sample_ids), num_anchors, seed, epoch)
+    stored = all("target_log_normalizer" in sample for sample in samples)
+    return Batch(
+        input_ids=padded("input_ids"),
+        loss_mask=loss_mask,
+        hidden_states=padded("hidden_states"),
+        target_last_hidden_states=padded("target_last_hidden_states"),
+        anchor_positions=torch.from_numpy(anchors),
+        block_keep_mask=torch.from_numpy(keep),
+        target_log_normalizer=padded("target_log_normalizer") if stored else None,
+    )
+
+
+def is_trainable(loss_mask: Tensor) -> bool:
+    """Return whether a sample has an anchor candidate: two adjacent supervised positions."""
+    return anchor_candidates(loss_mask.numpy()).size > 0
+
+
+def batch_order(count: int, batch_size: int, seed: int, steps: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield (epoch, sample indices [batch_size]) for `steps` steps, reshuffled every epoch.
+
+    Every epoch's order is a function of (seed, epoch); a last incomplete batch is left out, so
+    that all batches are alike.
+    Raises UserError when there are fewer samples than a batch takes.
+    """
+    per_epoch = count // batch_size
+    if per_epoch < 1:
+        raise UserError(
+            f"{count} trainable samples do not fill one batch of batch_size {batch_size}; "
+            "lower batch_size or prepare more data"
+        )
+    for step in range(steps):
+        epoch, place = divmod(step, per_epoch)
+        order = np.random.default_rng([seed, epoch]).permutation(count)
+        yield epoch, torch.from_numpy(order[place * batch_size : (place + 1) * batch_size].copy())

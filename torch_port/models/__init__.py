@@ -1,0 +1,1 @@
+"""The draft models: device-free and parallelism-free torch modules."""

@@ -1,0 +1,77 @@
+"""One batch through draft and objective: the function that training, evaluation and parity call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torch_port.blocks import Blocks, make_blocks, slot_weights
+from torch_port.config import ObjectiveConfig
+from torch_port.data.batch import Batch
+from torch_port.models.dspark import DSparkDraft, FrozenTarget
+from torch_port.objective.loss import Numerators, count_denominators, weigh
+from torch_port.objective.metrics import Pair, metric_pairs
+from torch_port.objective.terms import SlotTerms, slot_terms
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a forward pass gives: sums to assemble a loss from, metric pairs, per-slot terms."""
+
+    blocks: Blocks
+    hidden: Tensor
+    terms: SlotTerms
+    numerators: Numerators
+    metrics: dict[str, Pair]
+
+
+def layout_blocks(draft: DSparkDraft, batch: Batch) -> Blocks:
+    """Lay out a batch's blocks for a draft (§3)."""
+    return make_blocks(
+        batch.input_ids,
+        batch.loss_mask,
+        batch.anchor_positions,
+        batch.block_keep_mask,
+        block_size=draft.config.block_size,
+        mask_token_id=draft.config.mask_token_id,
+        draft_index_V=draft.draft_vocab_index(),
+    )
+
+
+def batch_denominators(draft: DSparkDraft, batch: Batch, objective: ObjectiveConfig) -> Tensor:
+    """Return [den, ce_den] of a batch: masks and map alone, no forward pass."""
+    dtype = torch.promote_types(batch.hidden_states.dtype, torch.float32)
+    return count_denominators(layout_blocks(draft, batch), objective, dtype)
+
+
+def forward_batch(
+    draft: DSparkDraft, batch: Batch, target: FrozenTarget, objective: ObjectiveConfig
+) -> Outcome:
+    """Run a batch: blocks, backbone, per-slot terms, weighted sums, metric pairs.
+
+    Raises UserError when the draft prunes and no vocabulary map is installed.
+    """
+    blocks = layout_blocks(draft, batch)
+    hidden = draft(
+        blocks, batch.hidden_states, batch.anchor_positions, batch.block_keep_mask, target
+    )
+    terms = slot_terms(
+        draft,
+        hidden,
+        blocks,
+        target,
+        batch.target_last_hidden_states,
+        batch.target_log_normalizer,
+        objective,
+    )
+    weights = slot_weights(blocks.evaluated, objective.loss_decay_gamma, terms.l1.dtype)
+    metrics = metric_pairs(
+        terms,
+        blocks,
+        weights,
+        prunes=draft.prunes_vocabulary,
+        confidence=draft.confidence_head is not None,
+    )
+    return Outcome(blocks, hidden, terms, weigh(terms, weights), metrics)

@@ -1,0 +1,32 @@
+"""The frozen teacher's normaliser over all of V, without a `[…, V]` tensor (spec sheet §7).
+
+Shape suffixes: B batch, S sequence, H hidden size, V target ids.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Rows of the head per slice: the widest temporary is [B, S, SLICE] instead of [B, S, V].
+SLICE = 1024
+
+
+@torch.no_grad()
+def log_normalizer(states: Tensor, lm_head_VH: Tensor, rows: int = SLICE) -> Tensor:
+    """Return logsumexp over all V of states·Uᵀ, streamed over slices of the head's rows.
+
+    Running maximum m and sum s of exp(ℓ − m), rescaled whenever the maximum moves.
+
+    Arguments: `states` […, H]; `lm_head_VH`; `rows` of the head per slice.
+    Returns […] in float32 or better, computed from the stored states and head (§11).
+    """
+    dtype = torch.promote_types(states.dtype, torch.float32)
+    largest = states.new_full(states.shape[:-1], -torch.inf, dtype=dtype)
+    total = torch.zeros_like(largest)
+    for part_RH in lm_head_VH.split(rows):
+        logits = (states @ part_RH.T).to(dtype)
+        top = torch.maximum(largest, logits.amax(-1))
+        total = total * (largest - top).exp() + (logits - top.unsqueeze(-1)).exp().sum(-1)
+        largest = top
+    return largest + total.log()

@@ -1,0 +1,1 @@
+"""Training: the optimizer of spec sheet §14, the step, and the loop."""

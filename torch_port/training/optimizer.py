@@ -1,0 +1,135 @@
+"""AdamW with float32 master weights, warm-up and cosine, clip by global norm (spec sheet §14)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor, nn
+
+from torch_port.errors import UserError
+
+
+class OptimizerConfig(BaseModel):
+    """AdamW's and the schedule's numbers; steps are optimizer steps."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    peak_rate: float = Field(gt=0)
+    final_rate: float = Field(default=0.0, ge=0)
+    warmup_steps: int = Field(ge=0)
+    total_steps: int = Field(ge=1)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+
+    @model_validator(mode="after")
+    def _warm_within_total(self) -> OptimizerConfig:
+        if self.warmup_steps > self.total_steps:
+            raise UserError(
+                f"warmup_steps ({self.warmup_steps}) exceeds total_steps ({self.total_steps}); "
+                "the rate would never reach its peak"
+            )
+        return self
+
+
+def rate_at(step: int, config: OptimizerConfig) -> float:
+    """Return the learning rate of step t, counted from 1.
+
+    peak·t/warm for t ≤ warm, then final + (peak − final)·½(1 + cos(π·(t − warm)/(total − warm))).
+
+    >>> config = OptimizerConfig(peak_rate=1.0, warmup_steps=4, total_steps=20)
+    >>> [rate_at(t, config) for t in (1, 4, 12, 20)]
+    [0.25, 1.0, 0.5, 0.0]
+    """
+    peak, final = config.peak_rate, config.final_rate
+    warm, total = config.warmup_steps, config.total_steps
+    if step <= warm:
+        return peak * step / warm
+    return final + (peak - final) * 0.5 * (1 + math.cos(math.pi * (step - warm) / (total - warm)))
+
+
+def decays(name: str) -> bool:
+    """Return whether weight decay applies: never to norms, biases or W1.
+
+    >>> decays("layers.0.mlp.up_proj.weight"), decays("layers.0.self_attn.q_norm.weight")
+    (True, False)
+    """
+    module = name.rsplit(".", 2)[-2] if "." in name else name
+    return not (name.endswith(".bias") or module.endswith("norm") or module == "markov_w1")
+
+
+class MasterAdamW:
+    """AdamW on float32 (or better) masters of a draft's parameters.
+
+    Pure bf16 updates lose: at a rate of 1e-4 a norm weight of 1.0 never moves. Parameters that are
+    float32 or better are their own masters.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> None:
+        self.config = config
+        self.names: list[str] = []
+        self.parameters: list[nn.Parameter] = []
+        self.masters: list[Tensor] = []
+        groups: dict[bool, list[Tensor]] = {True: [], False: []}
+        for name, parameter in named:
+            wide = torch.promote_types(parameter.dtype, torch.float32)
+            master = parameter if parameter.dtype == wide else parameter.detach().to(wide)
+            self.names.append(name)
+            self.parameters.append(parameter)
+            self.masters.append(master)
+            groups[decays(name)].append(master)
+        decay = config.weight_decay
+        self._adamw = torch.optim.AdamW(
+            [{"params": groups[True], "weight_decay": decay}]
+            + [{"params": groups[False], "weight_decay": 0.0}],
+            lr=0.0,
+            betas=config.betas,
+            eps=config.eps,
+            foreach=True,
+        )
+
+    def gradient_norm(self) -> Tensor:
+        """Return the global norm of all gradients, on the device, in float32 or better."""
+        wide = [p.grad.to(m.dtype) for p, m in self._pairs() if p.grad is not None]
+        return torch.nn.utils.get_total_norm(wide)
+
+    def apply(self, rate: float, norm: Tensor) -> None:
+        """Clip by min(1, max_grad_norm/‖g‖), update the masters, cast to the parameters.
+
+        Written out: torch's own clip adds 1e-6 to the norm. Nothing here syncs with the device.
+        Gradients are released.
+        """
+        # A norm of 0 gives inf, and min(1, inf) is 1: no gradient is moved by a division by 0.
+        factor = (self.config.max_grad_norm / norm).clamp(max=1.0)
+        for parameter, master in self._pairs():
+            if parameter.grad is not None:
+                master.grad = parameter.grad.to(master.dtype) * factor
+        for group in self._adamw.param_groups:
+            group["lr"] = rate
+        self._adamw.step()
+        with torch.no_grad():
+            for parameter, master in self._pairs():
+                if parameter is not master:
+                    parameter.copy_(master)
+        self.release_gradients()
+
+    def release_gradients(self) -> None:
+        """Drop every gradient."""
+        for parameter, master in self._pairs():
+            parameter.grad = master.grad = None
+
+    def moments(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return each parameter's first and second moment, by name (after the first step)."""
+        state = self._adamw.state
+        return {
+            name: (state[master]["exp_avg"], state[master]["exp_avg_sq"])
+            for name, master in zip(self.names, self.masters, strict=True)
+            if master in state
+        }
+
+    def _pairs(self) -> list[tuple[nn.Parameter, Tensor]]:
+        return list(zip(self.parameters, self.masters, strict=True))

@@ -1,0 +1,108 @@
+"""One optimizer step: denominators, forward, backward, one sync, update (spec sheet §8, §14)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from torch_port.config import ObjectiveConfig
+from torch_port.data.batch import Batch
+from torch_port.errors import UserError
+from torch_port.models.dspark import DSparkDraft, FrozenTarget
+from torch_port.objective.evaluate import batch_denominators, forward_batch
+from torch_port.objective.loss import (
+    assemble_loss,
+    check_denominators,
+    reduce_denominators,
+    world_size,
+)
+from torch_port.objective.metrics import Pair, add_pairs
+from torch_port.training.optimizer import MasterAdamW, rate_at
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One step's numbers: host floats from the sync, metric pairs still on the device."""
+
+    step: int
+    loss: float
+    gradient_norm: float
+    rate: float
+    metrics: dict[str, Pair]
+
+
+def accumulate_gradients(
+    draft: DSparkDraft,
+    micro_batches: Sequence[Batch],
+    target: FrozenTarget,
+    objective: ObjectiveConfig,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Pair]]:
+    """Run forward and backward over the micro-batches of a step; nothing here syncs.
+
+    Returns (loss summed over micro-batches, den, ce_den, metric pairs), all on the device. Rank
+    gradients are averaged when a process group exists.
+    """
+    ranks = world_size()
+    local = torch.stack([batch_denominators(draft, b, objective) for b in micro_batches]).sum(0)
+    denominators = reduce_denominators(local, draft.prunes_vocabulary)
+    loss_sum = torch.zeros_like(denominators.den)
+    pairs: dict[str, Pair] = {}
+    for batch in micro_batches:
+        outcome = forward_batch(draft, batch, target, objective)
+        loss = assemble_loss(
+            outcome.numerators,
+            denominators,
+            objective,
+            prunes=draft.prunes_vocabulary,
+            ranks=ranks,
+        )
+        torch.autograd.backward(loss)
+        loss_sum = loss_sum + loss.detach()
+        pairs = add_pairs(pairs, outcome.metrics)
+    if ranks > 1:
+        for parameter in draft.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= ranks
+    return loss_sum, denominators.den, denominators.ce_den, pairs
+
+
+def training_step(
+    draft: DSparkDraft,
+    optimizer: MasterAdamW,
+    micro_batches: Sequence[Batch],
+    target: FrozenTarget,
+    objective: ObjectiveConfig,
+    step: int,
+) -> StepReport:
+    """Take optimizer step `step` (from 1): reduce, check finite, clip, update, cast.
+
+    The four numbers of the host checks cross in one transfer, after backward; it is the step's
+    only device sync.
+
+    Raises UserError with §8's words when nothing was supervised or nothing is in the vocabulary,
+    and when loss or gradient norm is not finite; the weights are untouched then.
+    """
+    loss, den, ce_den, pairs = accumulate_gradients(draft, micro_batches, target, objective)
+    norm = optimizer.gradient_norm()
+    wide = loss.dtype
+    loss_value, den_value, ce_den_value, norm_value = torch.stack(
+        [loss, den, ce_den, norm.to(wide)]
+    ).tolist()
+    try:
+        check_denominators(den_value, ce_den_value, objective)
+        if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
+            raise UserError(
+                f"step {step}: loss {loss_value}, gradient norm {norm_value}; the weights were not "
+                "touched. Look for non-finite features, or lower peak_rate"
+            )
+    except UserError:
+        optimizer.release_gradients()
+        raise
+    rate = rate_at(step, optimizer.config)
+    optimizer.apply(rate, norm)
+    return StepReport(step, loss_value, norm_value, rate, pairs)

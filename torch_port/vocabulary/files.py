@@ -1,0 +1,64 @@
+"""Vocabulary map files: safetensors with t2d, d2t and what they were made from (contracts §1)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from torch_port.errors import UserError
+from torch_port.vocabulary.mapping import check_map
+
+
+def save_map(
+    path: Path,
+    t2d_V: Tensor,
+    d2t_K: Tensor,
+    *,
+    corpus_fingerprint: str,
+    tokenizer_fingerprint: str,
+    coverage: float,
+) -> None:
+    """Write a map with its metadata, atomically.
+
+    Raises UserError when the map is malformed: nothing is written then.
+    """
+    check_map(t2d_V, d2t_K, len(t2d_V), len(d2t_K))
+    metadata = {
+        "vocab_size": str(len(t2d_V)),
+        "draft_vocab_size": str(len(d2t_K)),
+        "corpus_fingerprint": corpus_fingerprint,
+        "tokenizer_fingerprint": tokenizer_fingerprint,
+        "coverage": repr(coverage),
+    }
+    temporary = path.with_name(path.name + ".tmp")
+    save_file({"t2d": t2d_V, "d2t": d2t_K}, temporary, metadata)
+    os.replace(temporary, path)
+
+
+def load_map(path: Path) -> tuple[Tensor, Tensor, dict[str, str]]:
+    """Read a map file: (t2d bool [V], d2t int64 [K], metadata).
+
+    `.pt` files of the field hold the same two tensors and are read with weights_only=True.
+    Raises UserError for an unreadable file or a malformed map.
+    """
+    metadata: dict[str, str] = {}
+    try:
+        if path.suffix == ".pt":
+            tensors = torch.load(path, weights_only=True, map_location="cpu")
+        else:
+            with safe_open(path, "pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        t2d, d2t = tensors["t2d"], tensors["d2t"]
+    except (OSError, SafetensorError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{path}: no vocabulary map could be read ({error}); "
+            "expected a safetensors or .pt file with t2d (bool [V]) and d2t (int64 [K])"
+        ) from None
+    check_map(t2d, d2t, len(t2d), len(d2t))
+    return t2d, d2t, metadata
