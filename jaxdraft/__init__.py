@@ -1,1 +1,41 @@
-"""The executable specification of pruned speculative drafts, in JAX and Flax."""
+"""The executable specification of pruned speculative drafts, in JAX and Flax.
+
+Each module is one part of the specification sheet and each public function one clause of it:
+
+* ``config``: what a draft and an objective are
+* ``vocabulary``: the map between target and draft ids (§2)
+* ``blocks``: anchors, labels, masks, weights, visibility (§3, §4)
+* ``backbone``, ``heads``, ``draft``: the flax.linen modules (§4 to §6)
+* ``teacher``: the conditional and the true teacher (§7)
+* ``objective``, ``metrics``: terms, sums, loss, metric pairs (§8, §9)
+* ``evaluate``: all of it, from arrays to an evaluation and its gradients
+* ``training``: learning rate, AdamW and the training step (§14)
+
+The working dtype is that of the parameters and inputs, float32 or float64; nothing here sets a
+global option of jax.
+"""
+
+from jaxdraft.config import DraftConfig, NotBuilt, ObjectiveConfig
+from jaxdraft.draft import DSparkDraft
+from jaxdraft.evaluate import Batch, Evaluation, Target, evaluate, gradients
+from jaxdraft.training import OptimizerConfig, TrainState, train_step
+from jaxdraft.vocabulary import VocabularyMap, build_map, identity_map, map_from_buffers
+
+__all__ = [
+    "Batch",
+    "DSparkDraft",
+    "DraftConfig",
+    "Evaluation",
+    "NotBuilt",
+    "ObjectiveConfig",
+    "OptimizerConfig",
+    "Target",
+    "TrainState",
+    "VocabularyMap",
+    "build_map",
+    "evaluate",
+    "gradients",
+    "identity_map",
+    "map_from_buffers",
+    "train_step",
+]

@@ -53,14 +53,37 @@ def check_draft_vocab_size(value: object, vocab_size: int) -> int:
     return value
 
 
-class DraftConfig(BaseModel):
+def explain(error: ValidationError, where: str) -> str:
+    """Turn a pydantic error into one line per field: name, value, and what was expected."""
+    lines = []
+    for item in error.errors():
+        name = ".".join(str(part) for part in item["loc"])
+        given = "" if item["type"] == "missing" else f" (got {item['input']!r})"
+        message = item["msg"].removeprefix("Value error, ")
+        lines.append(f"{name}: {message}{given}" if name else message)
+    return f"{where}: " + "; ".join(lines)
+
+
+class Settings(BaseModel):
+    """A frozen set of settings that refuses unknown names; a bad value is one `UserError`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise UserError(explain(error, type(self).__name__)) from None
+
+
+class DraftConfig(Settings):
     """Sizes and options of one DSpark draft (anchor-first layout), flat and checked.
 
     `draft_vocab_size` is K, already resolved; `markov_head_type` is "none" exactly when
     `markov_rank` is 0. Source: spec sheet §1, §5, §6; contracts §4 for the file's schema.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(strict=True)
 
     vocab_size: int = Field(ge=1)
     draft_vocab_size: int
@@ -94,7 +117,7 @@ class DraftConfig(BaseModel):
         check_draft_vocab_size(self.draft_vocab_size, self.vocab_size)
         problems = [text for wrong, text in self._rules() if wrong]
         if problems:
-            raise UserError("draft config: " + "; ".join(problems))
+            raise ValueError("; ".join(problems))
         return self
 
     def _rules(self) -> list[tuple[bool, str]]:
@@ -170,10 +193,7 @@ class DraftConfig(BaseModel):
         for name in ("layer_types", "target_layer_ids"):
             if isinstance(flat.get(name), list):
                 flat[name] = tuple(flat[name])
-        try:
-            return cls(**flat)
-        except ValidationError as error:
-            raise UserError(explain(error, "draft config")) from None
+        return cls(**flat)
 
     def to_hf(self) -> dict[str, Any]:
         """Write the config in the field's schema; `from_hf` of it gives an equal config."""
@@ -216,27 +236,15 @@ def _refuse_not_built(flat: dict[str, Any]) -> None:
             raise NotBuiltError(f"layer_types {layer_type!r} is not built; {FULL}, {SLIDING} are")
 
 
-class ObjectiveConfig(BaseModel):
+class ObjectiveConfig(Settings):
     """Weights of the three terms and the decay along the block. Source: spec sheet §3.6, §8.
 
     `loss_decay_gamma` null means no decay; `detach_confidence` keeps the confidence term's
     gradient out of the backbone and of W1.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
     ce_alpha: float = Field(default=0.1, ge=0)
     l1_alpha: float = Field(default=0.9, ge=0)
     confidence_alpha: float = Field(default=1.0, ge=0)
     loss_decay_gamma: float | None = Field(default=None, gt=0)
     detach_confidence: bool = False
-
-
-def explain(error: ValidationError, where: str) -> str:
-    """Turn a pydantic error into one line per field: name, value, and what was expected."""
-    lines = []
-    for item in error.errors():
-        name = ".".join(str(part) for part in item["loc"])
-        given = "" if item["type"] == "missing" else f" (got {item['input']!r})"
-        lines.append(f"{name}: {item['msg']}{given}" if name else item["msg"])
-    return f"{where}: " + "; ".join(lines)

@@ -6,16 +6,14 @@ import math
 from collections.abc import Iterable
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from torch_port.errors import UserError
+from torch_port.config import Settings
 
 
-class OptimizerConfig(BaseModel):
+class OptimizerConfig(Settings):
     """AdamW's and the schedule's numbers; steps are optimizer steps."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     peak_rate: float = Field(gt=0)
     final_rate: float = Field(default=0.0, ge=0)
@@ -29,7 +27,7 @@ class OptimizerConfig(BaseModel):
     @model_validator(mode="after")
     def _warm_within_total(self) -> OptimizerConfig:
         if self.warmup_steps > self.total_steps:
-            raise UserError(
+            raise ValueError(
                 f"warmup_steps ({self.warmup_steps}) exceeds total_steps ({self.total_steps}); "
                 "the rate would never reach its peak"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from pathlib import Path
 
 import torch
@@ -12,6 +13,18 @@ from torch import Tensor
 
 from torch_port.errors import UserError
 from torch_port.vocabulary.mapping import check_map
+
+
+# What a damaged, foreign or hostile file makes the readers raise.
+_UNREADABLE = (
+    OSError,
+    SafetensorError,
+    KeyError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    pickle.UnpicklingError,
+)
 
 
 def save_map(
@@ -55,9 +68,10 @@ def load_map(path: Path) -> tuple[Tensor, Tensor, dict[str, str]]:
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         t2d, d2t = tensors["t2d"], tensors["d2t"]
-    except (OSError, SafetensorError, KeyError, RuntimeError, TypeError, ValueError) as error:
+    except _UNREADABLE as error:
+        first_line = str(error).split("\n", 1)[0]
         raise UserError(
-            f"{path}: no vocabulary map could be read ({error}); "
+            f"{path}: no vocabulary map could be read ({first_line}); "
             "expected a safetensors or .pt file with t2d (bool [V]) and d2t (int64 [K])"
         ) from None
     check_map(t2d, d2t, len(t2d), len(d2t))

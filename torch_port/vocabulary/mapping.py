@@ -179,7 +179,7 @@ def _refuse_other_map(
     t2d, d2t = arriving["t2d"], arriving["d2t"]
     if t2d is None or d2t is None:
         return  # load_state_dict itself reports missing keys
-    if not bool(t2d.any()) and not bool(module.t2d.any()):
+    if not (bool(t2d.any()) or bool(d2t.any()) or bool(module.t2d.any())):
         return  # a checkpoint of a draft that never had a map; use raises later
     check_map(t2d, d2t, module.vocab_size, module.draft_vocab_size)
     module._refuse_conflict(t2d)

@@ -1,0 +1,349 @@
+"""What a draft is (`DraftConfig`) and what it is trained for (`ObjectiveConfig`)."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+FULL_ATTENTION = "full_attention"
+SLIDING_ATTENTION = "sliding_attention"
+MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
+
+_REQUIRED = frozenset(
+    {
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "rms_norm_eps",
+        "rope_theta",
+        "layer_types",
+        "block_size",
+        "num_target_layers",
+        "dflash_config",
+    }
+)
+_OPTIONAL = frozenset(
+    {
+        "architectures",
+        "model_type",
+        "draft_vocab_size",
+        "sliding_window",
+        "hidden_act",
+        "attention_bias",
+        "tie_word_embeddings",
+        "initializer_range",
+    }
+)
+_DFLASH_REQUIRED = frozenset(
+    {
+        "projector_type",
+        "target_layer_ids",
+        "mask_token_id",
+        "markov_rank",
+        "markov_head_type",
+        "enable_confidence_head",
+        "confidence_head_with_markov",
+    }
+)
+_DFLASH_OPTIONAL = frozenset({"attention_mode"})
+_COUNTS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "block_size",
+    "num_target_layers",
+)
+
+# Fields of the schema with one value that is built; any other value changes the numbers.
+_ONLY_BUILT: dict[str, Any] = {
+    "architectures": ["DSparkDraftModel"],
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+}
+
+
+class NotBuilt(NotImplementedError):  # noqa: N818 - a statement, not a fault
+    """A value that the schema knows and this specification does not cover yet.
+
+    The message names the field, the value and what is built instead.
+    """
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """The draft of one checkpoint: sizes, layers, heads, layout (sheet §1, §4–§6).
+
+    `draft_vocab_size` is resolved: K, with K = V for an unpruned draft. `markov_head_type` is
+    "none" exactly when `markov_rank` is 0. The layout is anchor-first.
+
+    Raises:
+        ValueError: a value is off or two fields contradict each other; the message names them.
+        NotBuilt: a layer type or Markov head type outside this specification.
+    """
+
+    vocab_size: int
+    draft_vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float | int
+    rope_theta: float | int
+    layer_types: tuple[str, ...]
+    sliding_window: int | None
+    block_size: int
+    num_target_layers: int
+    target_layer_ids: tuple[int, ...]
+    mask_token_id: int
+    markov_rank: int
+    markov_head_type: str
+    enable_confidence_head: bool
+    confidence_head_with_markov: bool
+    initializer_range: float | int = 0.02
+
+    def __post_init__(self) -> None:
+        _check_config(self)
+
+    @property
+    def prunes(self) -> bool:
+        """True when the draft vocabulary is smaller than the target's, K < V (sheet §1)."""
+        return self.draft_vocab_size < self.vocab_size
+
+    @classmethod
+    def from_hf(cls, mapping: Mapping[str, Any]) -> "DraftConfig":
+        """Read the field's `config.json` schema (contracts §4, format `hf`).
+
+        Args:
+            mapping: the parsed JSON; `draft_vocab_size` at the top level, the draft's own
+                fields under `dflash_config`.
+
+        Returns:
+            The config, with `draft_vocab_size` resolved to V where it is absent or null.
+
+        Raises:
+            ValueError: unknown, missing, off or contradicting fields, each named with its value
+                and a remedy.
+            NotBuilt: a value the schema allows and this specification does not cover.
+        """
+        _check_fields("the draft config", mapping, _REQUIRED, _OPTIONAL)
+        dflash = mapping["dflash_config"]
+        if not isinstance(dflash, Mapping):
+            raise ValueError(f"dflash_config: expected an object of draft fields, got {dflash!r}")
+        _check_fields("dflash_config", dflash, _DFLASH_REQUIRED, _DFLASH_OPTIONAL)
+        for field, built in _ONLY_BUILT.items():
+            if field in mapping and mapping[field] != built:
+                raise NotBuilt(f"{field} = {mapping[field]!r} is not built; only {built!r} is")
+        if dflash["projector_type"] != "dspark":
+            raise NotBuilt(
+                f"projector_type = {dflash['projector_type']!r} is not built; only 'dspark' "
+                "(the anchor-first layout) is"
+            )
+        _check_attention_mode(mapping, dflash)
+        top = {field: mapping[field] for field in _REQUIRED - {"dflash_config", "layer_types"}}
+        own = {f: dflash[f] for f in _DFLASH_REQUIRED - {"projector_type", "target_layer_ids"}}
+        own["markov_head_type"] = _resolved_head_type(own)
+        if "initializer_range" in mapping:
+            top["initializer_range"] = mapping["initializer_range"]
+        requested = mapping.get("draft_vocab_size")
+        values = {
+            **top,
+            **own,
+            "draft_vocab_size": mapping["vocab_size"] if requested is None else requested,
+            "sliding_window": mapping.get("sliding_window"),
+            "layer_types": _as_tuple("layer_types", mapping["layer_types"]),
+            "target_layer_ids": _as_tuple("target_layer_ids", dflash["target_layer_ids"]),
+        }
+        # JSON may hold any type: refuse by name before a DraftConfig with wrong types exists.
+        _check_config(SimpleNamespace(**{"initializer_range": 0.02, **values}))
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """The coefficients of the loss (sheet §8) and of the position weights (§3.6).
+
+    `loss_decay_gamma` is the sheet's decay; null means no decay. `detach_confidence` cuts both
+    inputs of the confidence head from its gradient.
+
+    Raises:
+        ValueError: a negative or non-finite coefficient, a decay that is not positive, all named.
+    """
+
+    ce_alpha: float | int = 0.1
+    l1_alpha: float | int = 0.9
+    confidence_alpha: float | int = 1.0
+    loss_decay_gamma: float | int | None = None
+    detach_confidence: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("ce_alpha", "l1_alpha", "confidence_alpha"):
+            value = getattr(self, field)
+            if not (_is_real(value) and value >= 0):
+                raise ValueError(f"{field}: expected a finite number >= 0, got {value!r}")
+        decay = self.loss_decay_gamma
+        if decay is not None and not (_is_real(decay) and decay > 0):
+            raise ValueError(
+                f"loss_decay_gamma: expected a positive number, or null for no decay; got {decay!r}"
+            )
+        _check_bool("detach_confidence", self.detach_confidence)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_bool(field: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{field}: expected true or false, got {value!r}")
+
+
+def _as_tuple(field: str, value: object) -> tuple[Any, ...]:
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{field}: expected a list, got {value!r}")
+    return tuple(value)
+
+
+def _check_fields(
+    where: str, mapping: Mapping[str, Any], required: frozenset[str], optional: frozenset[str]
+) -> None:
+    unknown = {field: mapping[field] for field in sorted(set(mapping) - required - optional)}
+    if unknown:
+        raise ValueError(
+            f"{where} has unknown fields {unknown!r}: remove them (known: "
+            f"{', '.join(sorted(required | optional))})"
+        )
+    missing = sorted(required - set(mapping))
+    if missing:
+        raise ValueError(f"{where} lacks {', '.join(missing)}: add them")
+
+
+def _resolved_head_type(own: Mapping[str, Any]) -> Any:
+    named = own["markov_head_type"]
+    if named not in (*MARKOV_HEAD_TYPES, "none"):
+        raise NotBuilt(
+            f"markov_head_type = {named!r} is not built; built are {', '.join(MARKOV_HEAD_TYPES)}, "
+            "and none with markov_rank 0"
+        )
+    # The field's configs keep a type beside rank 0; the rank decides (sheet §6, "none (r = 0)").
+    return "none" if own["markov_rank"] == 0 else named
+
+
+def _check_attention_mode(mapping: Mapping[str, Any], dflash: Mapping[str, Any]) -> None:
+    mode = dflash.get("attention_mode", "gqa")
+    if mode not in ("mha", "gqa"):
+        raise NotBuilt(f"attention_mode = {mode!r} is not built; only 'mha' and 'gqa' are")
+    heads, kv_heads = mapping["num_attention_heads"], mapping["num_key_value_heads"]
+    if mode == "mha" and heads != kv_heads:
+        raise ValueError(
+            f"attention_mode 'mha' contradicts num_key_value_heads = {kv_heads!r} with "
+            f"num_attention_heads = {heads!r}: make them equal or use 'gqa'"
+        )
+
+
+def _check_config(config: "DraftConfig | SimpleNamespace") -> None:
+    _check_sizes(config)
+    _check_layers(config)
+    _check_target_layers(config)
+    _check_heads(config)
+
+
+def _check_sizes(config: DraftConfig | SimpleNamespace) -> None:
+    for field in _COUNTS:
+        value = getattr(config, field)
+        if not _is_int(value) or value < 1:
+            raise ValueError(f"{field}: expected a whole number >= 1, got {value!r}")
+    K, V = config.draft_vocab_size, config.vocab_size
+    if not _is_int(K) or not 1 <= K <= V:
+        raise ValueError(
+            f"draft_vocab_size: expected a whole number from 1 to vocab_size = {V}, got {K!r}; "
+            "leave it out (or null) for an unpruned draft"
+        )
+    for field in ("rms_norm_eps", "rope_theta", "initializer_range"):
+        value = getattr(config, field)
+        if not _is_real(value) or value <= 0:
+            raise ValueError(f"{field}: expected a positive number, got {value!r}")
+    if config.head_dim % 2:
+        raise ValueError(
+            f"head_dim: the rotary embedding needs an even number, got {config.head_dim}"
+        )
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise ValueError(
+            f"num_key_value_heads = {config.num_key_value_heads} does not divide "
+            f"num_attention_heads = {config.num_attention_heads}: choose a divisor"
+        )
+
+
+def _check_layers(config: DraftConfig | SimpleNamespace) -> None:
+    for layer_type in config.layer_types:
+        if layer_type not in (FULL_ATTENTION, SLIDING_ATTENTION):
+            raise NotBuilt(
+                f"layer_types holds {layer_type!r}, which is not built; built are "
+                f"{FULL_ATTENTION!r} and {SLIDING_ATTENTION!r}"
+            )
+    if len(config.layer_types) != config.num_hidden_layers:
+        raise ValueError(
+            f"layer_types names {len(config.layer_types)} layers but num_hidden_layers = "
+            f"{config.num_hidden_layers}: name each layer once"
+        )
+    window = config.sliding_window
+    if window is not None and (not _is_int(window) or window < 1):
+        raise ValueError(f"sliding_window: expected a whole number >= 1 or null, got {window!r}")
+    if window is None and SLIDING_ATTENTION in config.layer_types:
+        raise ValueError(
+            f"sliding_window is null but layer_types holds {SLIDING_ATTENTION!r}: give the window"
+        )
+
+
+def _check_target_layers(config: DraftConfig | SimpleNamespace) -> None:
+    ids, last = config.target_layer_ids, config.num_target_layers - 1
+    if not ids or not all(_is_int(i) and 0 <= i <= last for i in ids):
+        raise ValueError(
+            f"target_layer_ids: expected layers from 0 to {last - 1} (num_target_layers = "
+            f"{last + 1}, the last one excluded), got {list(ids)!r}"
+        )
+    if last in ids:
+        raise ValueError(
+            f"target_layer_ids holds {last}, the target's last layer, whose states come back "
+            f"normalised: choose layers up to {last - 1}"
+        )
+    if len(set(ids)) != len(ids):
+        raise ValueError(f"target_layer_ids has duplicates: {list(ids)!r}; name each layer once")
+
+
+def _check_heads(config: DraftConfig | SimpleNamespace) -> None:
+    V, mask, rank = config.vocab_size, config.mask_token_id, config.markov_rank
+    if not _is_int(mask) or not 0 <= mask < V:
+        raise ValueError(f"mask_token_id: expected an id from 0 to {V - 1}, got {mask!r}")
+    if not _is_int(rank) or rank < 0:
+        raise ValueError(f"markov_rank: expected a whole number >= 0, got {rank!r}")
+    if config.markov_head_type not in (*MARKOV_HEAD_TYPES, "none"):
+        raise NotBuilt(f"markov_head_type = {config.markov_head_type!r} is not built")
+    if (rank == 0) != (config.markov_head_type == "none"):
+        raise ValueError(
+            f"markov_rank = {rank} contradicts markov_head_type = {config.markov_head_type!r}: "
+            "'none' has rank 0 and every other type a rank above 0"
+        )
+    _check_bool("enable_confidence_head", config.enable_confidence_head)
+    _check_bool("confidence_head_with_markov", config.confidence_head_with_markov)
+    if config.confidence_head_with_markov and not (config.enable_confidence_head and rank):
+        raise ValueError(
+            "confidence_head_with_markov is true, which needs enable_confidence_head = true and "
+            f"markov_rank > 0; got {config.enable_confidence_head} and {rank}: set it to false"
+        )

@@ -1,0 +1,1 @@
+"""What the two implementations must agree on, one module per kind of check."""

@@ -1,0 +1,122 @@
+"""The `parity` command."""
+
+from __future__ import annotations
+
+import enum
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+from parity.cases import CaseError
+from parity.demo import check_demo
+from parity.vectors import run_vectors
+
+app = typer.Typer(
+    help="Cross-check jaxdraft (the specification) and torch_port (the production port).",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+
+
+class Side(enum.StrEnum):
+    """Which implementation to run."""
+
+    spec = "spec"
+    port = "port"
+    both = "both"
+
+
+class Dtype(enum.StrEnum):
+    """The floating type that a run computes in."""
+
+    float64 = "float64"
+    float32 = "float32"
+
+
+class Objective(enum.StrEnum):
+    """Which form of the port's objective to run."""
+
+    plain = "plain"
+    fused = "fused"
+
+
+@app.callback()
+def _root() -> None:
+    """Cross-check jaxdraft (the specification) and torch_port (the production port)."""
+
+
+@app.command()
+def vectors(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of case directories.")],
+    side: Annotated[Side, typer.Option(help="Implementation to run.")] = Side.both,
+    dtype: Annotated[Dtype, typer.Option(help="Type to compute in.")] = Dtype.float64,
+    objective: Annotated[
+        Objective, typer.Option(help="The port's objective; the spec has only one.")
+    ] = Objective.plain,
+) -> None:
+    """Replay conformance vectors: loss, metrics and every gradient against stored answers.
+
+    One line per case; the exit status is 1 when a case fails and 2 when there is nothing to run.
+
+    Example: parity vectors tests/vectors --side spec --dtype float32
+    """
+    chosen = ["port", "spec"] if side is Side.both else [side.value]
+    if objective is Objective.fused:
+        _stop("--objective fused is not built yet; use --objective plain")
+    _need_jax(chosen)
+    try:
+        failed = run_vectors(directory, chosen, dtype.value, console)
+    except CaseError as error:
+        _stop(str(error))
+    raise typer.Exit(1 if failed else 0)
+
+
+@app.command()
+def demo(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Output of `torch-port demo`.")],
+) -> None:
+    """Cross-check what a demo run left: weights and batches through both implementations.
+
+    Compares loss, metrics and every gradient in float64, and a short AdamW run of torch and optax
+    step by step. Writes DIR/parity.json. The exit status is 1 when the two disagree.
+    """
+    _need_jax(["spec"])
+    try:
+        result = check_demo(directory, lambda text: console.print(text, highlight=False))
+    except CaseError as error:
+        _stop(str(error))
+    for check in result["checks"]:
+        verdict = "ok  " if check["passed"] else "FAIL"
+        console.print(
+            f"{verdict} {check['name']}  {check['worst']:.1e} (tolerance {check['tolerance']:.0e}); "
+            f"{check['detail']}",
+            soft_wrap=True,
+            highlight=False,
+            markup=False,
+        )
+    raise typer.Exit(0 if result["agrees"] else 1)
+
+
+def _need_jax(chosen: list[str]) -> None:
+    if "spec" in chosen and importlib.util.find_spec("jax") is None:
+        _stop('the spec side needs jax; pip install "jaxdraft[spec]", or use --side port')
+
+
+def _stop(message: str) -> NoReturn:
+    Console(stderr=True).print(f"Error: {message}", highlight=False, soft_wrap=True, markup=False)
+    raise typer.Exit(2)
+
+
+def main() -> None:
+    """Run the command line."""
+    app(prog_name="parity")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

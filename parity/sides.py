@@ -1,0 +1,207 @@
+"""A case through either implementation, to the same kind of answer.
+
+This is the one place where both packages are called; each is imported only when its side runs, so
+the port's side works without jax.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from parity.cases import Array, Case, as_dtype
+from parity.names import BUFFERS, to_flax, to_torch
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one side says of a case. `error` is set instead of the rest when it refused."""
+
+    loss: float = 0.0
+    metrics: dict[str, tuple[Array, Array]] = field(default_factory=dict)
+    gradients: dict[str, Array] = field(default_factory=dict)
+    tensors: dict[str, Array] = field(default_factory=dict)
+    error: str | None = None
+    not_built: bool = False
+
+
+def run_port(case: Case, dtype: str) -> Answer:
+    """Answer a case with `torch_port`, plain objective, in "float64" or "float32"."""
+    from torch_port.errors import NotBuiltError, UserError
+
+    try:
+        return _port_answer(case, dtype)
+    except NotBuiltError as error:
+        return Answer(error=str(error), not_built=True)
+    except UserError as error:
+        return Answer(error=str(error))
+
+
+def _port_answer(case: Case, dtype: str) -> Answer:
+    import torch
+
+    from torch_port.config import ObjectiveConfig
+    from torch_port.objective.evaluate import batch_denominators, forward_batch
+    from torch_port.objective.loss import (
+        assemble_loss,
+        check_denominators,
+        reduce_denominators,
+    )
+
+    draft, target = port_draft(case, dtype)
+    objective = ObjectiveConfig(**case.objective)
+    batch = port_batch(case.group("batch"), dtype)
+    local = batch_denominators(draft, batch, objective)
+    denominators = reduce_denominators(local, draft.prunes_vocabulary)
+    check_denominators(denominators.den.item(), denominators.ce_den.item(), objective)
+    outcome = forward_batch(draft, batch, target, objective)
+    loss = assemble_loss(
+        outcome.numerators, denominators, objective, prunes=draft.prunes_vocabulary, ranks=1
+    )
+    torch.autograd.backward(loss)
+    with torch.no_grad():
+        e = draft.embed_previous(outcome.blocks.previous)
+        logits = draft.logits(outcome.hidden, e, draft.draft_head(target.lm_head))
+        confidence = draft.confidence(outcome.hidden, e, detach=False)
+    tensors = {
+        "accept_probability": outcome.terms.accept,
+        "eval_mask": outcome.blocks.evaluated,
+        "draft_logits": logits,
+        "hidden": outcome.hidden,
+    }
+    if confidence is not None:
+        tensors["confidence_logits"] = confidence
+    return Answer(
+        loss=loss.item(),
+        metrics={n: (a.numpy(), b.numpy()) for n, (a, b) in outcome.metrics.items()},
+        gradients={
+            name: (torch.zeros_like(p) if p.grad is None else p.grad).numpy()
+            for name, p in draft.named_parameters()
+        },
+        tensors={name: value.detach().numpy() for name, value in tensors.items()},
+    )
+
+
+def port_draft(case: Case, dtype: str) -> tuple[Any, Any]:
+    """Build the port's (draft, frozen target) of a case."""
+    import torch
+
+    from torch_port.config import DraftConfig
+    from torch_port.models.dspark import DSparkDraft, FrozenTarget
+
+    draft = DSparkDraft(DraftConfig.from_hf(case.config))
+    weights = {name: torch.from_numpy(value) for name, value in case.group("weights").items()}
+    draft.load_state_dict(weights)
+    draft.to(getattr(torch, dtype))
+    frozen = as_dtype(case.group("target"), dtype)
+    target = FrozenTarget(
+        torch.from_numpy(frozen["embed_tokens.weight"]), torch.from_numpy(frozen["lm_head.weight"])
+    )
+    return draft, target
+
+
+def port_batch(arrays: dict[str, Array], dtype: str) -> Any:
+    """Make the port's batch of NumPy arrays."""
+    import torch
+
+    from torch_port.data.batch import Batch
+
+    return Batch(**{n: torch.from_numpy(v) for n, v in as_dtype(arrays, dtype).items()})
+
+
+def setup_jax() -> None:
+    """Let JAX compute in float64, and compile fast rather than for speed.
+
+    The spec's cases spend their time in XLA's compiler; at level 0 it takes half of it and gives
+    the same results to rounding.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_backend_optimization_level" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0".strip()
+    import jax
+
+    jax.config.update("jax_enable_x64", True)
+
+
+def run_spec(case: Case, dtype: str) -> Answer:
+    """Answer a case with `jaxdraft`, in "float64" or "float32"."""
+    setup_jax()
+    from jaxdraft.config import NotBuilt
+
+    try:
+        return _spec_answer(case, dtype)
+    except NotBuilt as error:
+        return Answer(error=str(error), not_built=True)
+    except ValueError as error:
+        return Answer(error=str(error))
+
+
+def _spec_answer(case: Case, dtype: str) -> Answer:
+    from jaxdraft.config import ObjectiveConfig
+    from jaxdraft.evaluate import gradients
+
+    config, params, target, vocabulary = spec_draft(case, dtype)
+    objective = ObjectiveConfig(**case.objective)
+    batch = spec_batch(case.group("batch"), dtype)
+    evaluation, grads = gradients(config, objective, params, target, vocabulary, batch)
+    tensors = {
+        name: np.asarray(getattr(evaluation, name))
+        for name in (
+            "accept_probability",
+            "eval_mask",
+            "draft_logits",
+            "hidden",
+            "confidence_logits",
+        )
+        if getattr(evaluation, name) is not None
+    }
+    return Answer(
+        loss=float(evaluation.loss),
+        metrics={n: (np.asarray(a), np.asarray(b)) for n, (a, b) in evaluation.metrics.items()},
+        gradients=to_torch(grads),
+        tensors=tensors,
+    )
+
+
+def spec_draft(case: Case, dtype: str) -> tuple[Any, Any, Any, Any]:
+    """Build the spec's (config, params, target, vocabulary map) of a case."""
+    import jax.numpy as jnp
+    from jax import tree_util
+
+    from jaxdraft.config import DraftConfig
+    from jaxdraft.evaluate import Target
+    from jaxdraft.vocabulary import identity_map, map_from_buffers
+
+    config = DraftConfig.from_hf(case.config)
+    weights = as_dtype(case.group("weights"), dtype)
+    buffers = {name: weights.pop(name) for name in BUFFERS if name in weights}
+    vocabulary = (
+        map_from_buffers(buffers["t2d"], buffers["d2t"])
+        if config.prunes
+        else identity_map(config.vocab_size)
+    )
+    frozen = as_dtype(case.group("target"), dtype)
+    target = Target(
+        jnp.asarray(frozen["embed_tokens.weight"]), jnp.asarray(frozen["lm_head.weight"])
+    )
+    return config, tree_util.tree_map(jnp.asarray, to_flax(weights)), target, vocabulary
+
+
+def spec_batch(arrays: dict[str, Array], dtype: str) -> Any:
+    """Make the spec's batch of NumPy arrays."""
+    import jax.numpy as jnp
+
+    from jaxdraft.evaluate import Batch
+
+    return Batch(**{n: jnp.asarray(v) for n, v in as_dtype(arrays, dtype).items()})
+
+
+@lru_cache(maxsize=1)
+def sides() -> dict[str, Callable[[Case, str], Answer]]:
+    """The two implementations by the name users give them."""
+    return {"port": run_port, "spec": run_spec}

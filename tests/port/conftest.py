@@ -1,0 +1,6 @@
+"""Make tests/port/toys.py importable under one name."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,94 @@
+"""Configs: the schema is read strictly, and each refusal names its field and value."""
+
+import pytest
+from spec_toys import HF, config, hf
+
+from jaxdraft import DraftConfig, NotBuilt, ObjectiveConfig
+
+
+def test_absent_and_null_draft_vocab_size_mean_unpruned():
+    # Fault: a null K read as 0 or as pruning.
+    absent = {field: value for field, value in HF.items() if field != "draft_vocab_size"}
+    for mapping in (absent, hf(draft_vocab_size=None), hf(draft_vocab_size=16)):
+        read = DraftConfig.from_hf(mapping)
+        assert (read.draft_vocab_size, read.prunes) == (16, False)
+    assert config().prunes
+
+
+def test_rank_zero_is_no_head():
+    # Fault: a head of rank 0 built because its type is named.
+    read = config(markov_rank=0, confidence_head_with_markov=False)
+    assert read.markov_head_type == "none"
+
+
+@pytest.mark.parametrize("size", [0, -1, 17, True, 5.0, "5"])
+def test_bad_draft_vocab_size(size):
+    # Fault: K coerced (True to 1, 5.0 to 5) or clamped.
+    with pytest.raises(ValueError, match=r"draft_vocab_size.*from 1 to vocab_size = 16"):
+        config(draft_vocab_size=size)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"colour": 3}, "unknown fields.*'colour': 3"),
+        ({"target_layer_ids": [0, 3]}, "target_layer_ids holds 3, the target's last layer"),
+        ({"target_layer_ids": [2, 2]}, "target_layer_ids has duplicates"),
+        ({"target_layer_ids": [0, 4]}, "target_layer_ids: expected layers from 0 to 2"),
+        ({"target_layer_ids": []}, "target_layer_ids"),
+        ({"layer_types": ["full_attention"] * 2}, "layer_types names 2 layers"),
+        ({"layer_types": ["sliding_attention"]}, "sliding_window is null"),
+        ({"layer_types": "full_attention"}, "layer_types: expected a list"),
+        ({"sliding_window": 0}, "sliding_window"),
+        ({"attention_mode": "mha"}, "attention_mode 'mha' contradicts"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads = 3 does not divide"),
+        ({"head_dim": 3}, "head_dim"),
+        ({"hidden_size": 8.0}, "hidden_size"),
+        ({"block_size": 0}, "block_size"),
+        ({"mask_token_id": 16}, "mask_token_id"),
+        ({"markov_rank": -1}, "markov_rank"),
+        ({"markov_head_type": "none"}, "markov_rank = 3 contradicts"),
+        ({"enable_confidence_head": 1}, "enable_confidence_head"),
+        ({"enable_confidence_head": False}, "confidence_head_with_markov is true"),
+        ({"markov_rank": 0}, "confidence_head_with_markov is true"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps"),
+    ],
+)
+def test_refused(changes, words):
+    # Fault: an off, unknown or contradicting field read as if it were fine.
+    with pytest.raises(ValueError, match=words):
+        config(**changes)
+
+
+def test_missing_field_is_named():
+    # Fault: a default standing in for a field that the checkpoint lacks.
+    with pytest.raises(ValueError, match="lacks rope_theta"):
+        DraftConfig.from_hf({k: v for k, v in HF.items() if k != "rope_theta"})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"projector_type": "dflash"},
+        {"markov_head_type": "lstm"},
+        {"layer_types": ["linear_attention"]},
+        {"hidden_act": "gelu"},
+        {"attention_bias": True},
+        {"attention_mode": "mla"},
+        {"architectures": ["LlamaForCausalLMEagle3"]},
+    ],
+)
+def test_not_built_names_field_and_value(changes):
+    # Fault: another layout or head silently computed as this one.
+    ((field, value),) = changes.items()
+    shown = value[0] if field == "layer_types" else value
+    with pytest.raises(NotBuilt, match=f"(?s){field}.*{str(shown).strip('[]')}"):
+        config(**changes)
+
+
+def test_objective_defaults_and_refusals():
+    # Fault: defaults other than §8's, or a decay of 0 dividing.
+    assert ObjectiveConfig() == ObjectiveConfig(0.1, 0.9, 1.0, None, False)
+    for bad in ({"ce_alpha": -1}, {"l1_alpha": float("nan")}, {"loss_decay_gamma": 0}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            ObjectiveConfig(**bad)

@@ -1,0 +1,88 @@
+"""The `torch-port` command."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from torch_port.errors import UserError
+
+app = typer.Typer(
+    help="Train speculative-decoding drafts with a pruned vocabulary.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"torch-port {version('jaxdraft')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show version.")
+    ] = False,
+) -> None:
+    """Train speculative-decoding drafts with a pruned vocabulary."""
+
+
+@app.command()
+def demo(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A smaller run: at most 3 minutes instead of 12.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Where to write; without it every run gets a new directory below runs/.",
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an earlier demo run in --out.")
+    ] = False,
+) -> None:
+    """Train a pruned draft on real text, next to an unpruned one, and cross-check it.
+
+    The text is the source of the installed Python standard library; nothing is downloaded. A tiny
+    target model is trained once and cached (TORCH_PORT_CACHE, else the user's cache directory).
+    Writes report.html, metrics.json, the drafts and their vocabulary map; compares losses,
+    metrics, gradients and a short training run with the JAX specification when jax is there.
+
+    Exit status: 0, 1 when port and specification disagree, 2 for bad input.
+
+    Example: torch-port demo --quick --out runs/first
+    """
+    from torch_port.demo.run import run_demo  # imports torch: --help and errors should be fast
+
+    agrees = run_demo(quick, out, overwrite, Console())
+    raise typer.Exit(0 if agrees else 1)
+
+
+def main() -> None:
+    """Run the command line; a user's error is one line on stderr and exit status 2."""
+    try:
+        app(prog_name="torch-port")
+    except UserError as error:
+        Console(stderr=True).print(f"Error: {error}", soft_wrap=True, highlight=False, markup=False)
+        # Flushed by hand: a half-finished progress bar must not hide the message.
+        sys.stderr.flush()
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    main()
