@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import importlib.util
-import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -13,6 +12,7 @@ from rich.console import Console
 
 from parity.cases import CaseError
 from parity.demo import check_demo
+from parity.emit import emit as write_vectors
 from parity.vectors import run_vectors
 
 app = typer.Typer(
@@ -53,7 +53,9 @@ def _root() -> None:
 
 @app.command()
 def vectors(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of case directories.")],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Directory of case directories.")
+    ],
     side: Annotated[Side, typer.Option(help="Implementation to run.")] = Side.both,
     dtype: Annotated[Dtype, typer.Option(help="Type to compute in.")] = Dtype.float64,
     objective: Annotated[
@@ -78,6 +80,19 @@ def vectors(
 
 
 @app.command()
+def emit(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write the cases.")],
+) -> None:
+    """Write the project's own vectors: inputs from fixed seeds, answers from the specification.
+
+    Example: parity emit tests/vectors
+    """
+    _need_jax(["spec"])
+    for name in write_vectors(directory):
+        console.print(f"wrote {directory / name}", highlight=False, soft_wrap=True)
+
+
+@app.command()
 def demo(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Output of `torch-port demo`.")],
 ) -> None:
@@ -94,8 +109,8 @@ def demo(
     for check in result["checks"]:
         verdict = "ok  " if check["passed"] else "FAIL"
         console.print(
-            f"{verdict} {check['name']}  {check['worst']:.1e} (tolerance {check['tolerance']:.0e}); "
-            f"{check['detail']}",
+            f"{verdict} {check['name']}  {check['worst']:.1e} "
+            f"(tolerance {check['tolerance']:.0e}); {check['detail']}",
             soft_wrap=True,
             highlight=False,
             markup=False,
@@ -119,4 +134,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from parity.checks.training import (
 from parity.compare import TOLERANCE
 
 RESULT = "parity.json"
+SAY_EVERY = 5.0  # seconds
 
 
 def check_demo(directory: Path, say: Callable[[str], None]) -> dict[str, Any]:
@@ -38,10 +40,7 @@ def check_demo(directory: Path, say: Callable[[str], None]) -> dict[str, Any]:
         case = read_case(path)
         if "optimizer" in case.extra:
             for dtype in ("float64", "float32"):
-                say(f"{case.name}: training on both sides in {dtype}")
-                steps = trajectories(
-                    case, dtype, lambda done, total: say(f"{case.name}: step {done}/{total}")
-                )
+                steps = trajectories(case, dtype, _Progress(say, f"AdamW steps in {dtype}"))
                 checks += _trajectory_checks(case, dtype, steps)
                 trajectory = trajectory or [_row(step) for step in steps]
         else:
@@ -56,6 +55,19 @@ def check_demo(directory: Path, say: Callable[[str], None]) -> dict[str, Any]:
     temporary.write_text(json.dumps(result, indent=1))
     os.replace(temporary, directory / RESULT)
     return result
+
+
+class _Progress:
+    """Says how far a training comparison is, every few seconds."""
+
+    def __init__(self, say: Callable[[str], None], name: str) -> None:
+        self._say, self._name, self._last = say, name, time.monotonic()
+        say(f"{name}: both sides start")
+
+    def __call__(self, done: int, total: int) -> None:
+        if time.monotonic() - self._last > SAY_EVERY or done == total:
+            self._last = time.monotonic()
+            self._say(f"{self._name}: {done}/{total}")
 
 
 def _answer_checks(case: Case, dtype: str) -> list[dict[str, Any]]:

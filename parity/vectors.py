@@ -54,6 +54,7 @@ def run_vectors(directory: Path, chosen: list[str], dtype: str, console: Console
         f"{len(paths)} cases, {' and '.join(chosen)} in {dtype}; largest relative error of "
         f"loss, metrics, gradients, tensors (tolerance {tolerance:.0e})",
         highlight=False,
+        soft_wrap=True,
     )
     failed = 0
     for path in paths:

@@ -34,7 +34,5 @@ def _few_threads() -> None:
 def vectors_directories() -> list[Path]:
     """The project's own vectors, and the outside judge's where they are there."""
     here = Path(__file__).resolve().parent
-    outside = Path(
-        os.environ.get("DRAFT_VECTORS") or here.parent.parent / "shared" / "vectors"
-    )
+    outside = Path(os.environ.get("DRAFT_VECTORS") or here.parent.parent / "shared" / "vectors")
     return [here / "vectors"] + ([outside] if outside.is_dir() else [])

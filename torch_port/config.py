@@ -13,8 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from torch_port.errors import NotBuiltError, UserError
 
-FULL = "full_attention"
-SLIDING = "sliding_attention"
+LayerType = Literal["full_attention", "sliding_attention"]
+FULL: LayerType = "full_attention"
+SLIDING: LayerType = "sliding_attention"
 HEAD_TYPES = ("vanilla", "gated", "rnn")
 
 # Fields of the hf schema with one value that this family supports; any other value is refused.
@@ -95,7 +96,7 @@ class DraftConfig(Settings):
     head_dim: int = Field(ge=2, multiple_of=2)
     rms_norm_eps: float = Field(gt=0)
     rope_theta: float = Field(gt=0)
-    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...]
+    layer_types: tuple[LayerType, ...]
     sliding_window: int | None = Field(default=None, ge=1)
     block_size: int = Field(ge=1)
     num_target_layers: int = Field(ge=1)
@@ -154,8 +155,9 @@ class DraftConfig(Settings):
                 f"{self.markov_head_type!r}; rank 0 means no Markov head",
             ),
             (
-                self.enable_confidence_head and self.confidence_head_with_markov and not markov,
-                "confidence_head_with_markov reads W1, so it needs markov_rank > 0",
+                self.confidence_head_with_markov and not (self.enable_confidence_head and markov),
+                "confidence_head_with_markov needs enable_confidence_head, and markov_rank > 0 "
+                "because it reads W1",
             ),
         ]
 

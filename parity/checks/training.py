@@ -60,7 +60,9 @@ def trajectories(
 
 def step_batches(case: Case) -> list[dict[str, Array]]:
     """Return the case's batches in the order of their numbers."""
-    numbers = sorted({int(name.split("/")[1]) for name in case.tensors if name.startswith("steps/")})
+    numbers = sorted(
+        {int(name.split("/")[1]) for name in case.tensors if name.startswith("steps/")}
+    )
     return [case.group(f"steps/{number}") for number in numbers]
 
 
@@ -102,6 +104,7 @@ def _spec_run(
     for arrays in batches:
         state, report = training.train_step(state, spec_batch(arrays, dtype))
         training.check_step(objective, report)
-        yield float(report.evaluation.loss), {
-            name: np.asarray(value) for name, value in to_torch(state.params).items()
-        }
+        yield (
+            float(report.evaluation.loss),
+            {name: np.asarray(value) for name, value in to_torch(state.params).items()},
+        )

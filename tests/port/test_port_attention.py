@@ -6,9 +6,9 @@ import pytest
 import torch
 from toys import G, S, batch, draft, target
 
+from torch_port.config import ObjectiveConfig
 from torch_port.models.attention import dense_mask, rotary_tables, rotate
 from torch_port.objective.evaluate import forward_batch, layout_blocks
-from torch_port.config import ObjectiveConfig
 
 
 def seen(mask: torch.Tensor, query: int) -> list[int]:
@@ -35,9 +35,7 @@ def test_sliding_visibility_by_hand() -> None:
 
 def test_states_at_or_after_an_anchor_do_not_matter() -> None:
     """Field-note 7: anchors 2 and 4; the block's states must not move with later features."""
-    b = batch(
-        loss_mask=[[1.0] * S], anchors=[[2, 4]], keep=[[True, True]]
-    )
+    b = batch(loss_mask=[[1.0] * S], anchors=[[2, 4]], keep=[[True, True]])
     model, frozen = draft(), target()
 
     def hidden(changed_from: int) -> torch.Tensor:

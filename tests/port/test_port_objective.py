@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import KEPT, G, H, S, V, batch, draft, target
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from toys import KEPT, G, H, S, V, batch, draft, target
 
 from torch_port.blocks import slot_weights
 from torch_port.config import ObjectiveConfig
@@ -209,9 +209,9 @@ def test_sums_by_hand() -> None:
 
 
 def test_errors_in_the_sheets_words() -> None:
-    with pytest.raises(UserError, match="^no supervised target tokens"):
+    with pytest.raises(UserError, match=r"^no supervised target tokens"):
         check_denominators(0.0, 0.0, OBJECTIVE)
-    with pytest.raises(UserError, match="^no in-vocabulary target tokens"):
+    with pytest.raises(UserError, match=r"^no in-vocabulary target tokens"):
         check_denominators(1.0, 0.0, OBJECTIVE)
     check_denominators(1.0, 0.0, ObjectiveConfig(ce_alpha=0.0))
 
@@ -229,9 +229,7 @@ def test_poison_where_nothing_counts(changes: dict, bad_id: int) -> None:
     ids[0, 8:] = bad_id
     # Teacher states are read up to the last label's predecessor, position 6.
     states[0, 7:] = torch.nan
-    poisoned = type(clean)(
-        **{**vars(clean), "input_ids": ids, "target_last_hidden_states": states}
-    )
+    poisoned = type(clean)(**{**vars(clean), "input_ids": ids, "target_last_hidden_states": states})
     poisoned_loss, outcome = loss_of(model, poisoned, frozen)
     assert torch.equal(poisoned_loss, loss)
     got = gradients(model, poisoned_loss)
@@ -248,9 +246,7 @@ def test_nan_logits_where_nothing_counts() -> None:
     bad = torch.where(blocks.evaluated[..., None], hidden, torch.nan).requires_grad_()
 
     def sums(states: Tensor) -> Tensor:
-        t = slot_terms(
-            model, states, blocks, frozen, b.target_last_hidden_states, None, OBJECTIVE
-        )
+        t = slot_terms(model, states, blocks, frozen, b.target_last_hidden_states, None, OBJECTIVE)
         w = slot_weights(blocks.evaluated, 3.0, torch.float64)
         return (w * (t.ce + t.l1 + t.confidence_loss)).sum()
 
@@ -293,9 +289,7 @@ def test_streamed_normaliser(rows: int, offset: float, seed: int) -> None:
     head = torch.randn(7, 4, generator=g, dtype=torch.float64)
     states[:, 0], head[:, 0] = 1.0, offset
     expected = (states @ head.T).logsumexp(-1)
-    torch.testing.assert_close(
-        log_normalizer(states, head, rows), expected, rtol=1e-14, atol=1e-14
-    )
+    torch.testing.assert_close(log_normalizer(states, head, rows), expected, rtol=1e-14, atol=1e-14)
 
 
 def test_stored_normaliser_is_used_and_equal() -> None:
@@ -362,8 +356,9 @@ def test_no_device_sync_boolean_index_or_float64_in_the_step() -> None:
     """Faults: `.item()`, `nonzero`, masked assignment or a float64 table inside the step."""
 
     class Watch(TorchDispatchMode):
-        seen: set = set()
-        doubles: set = set()
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen, self.doubles = set(), set()
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             result = func(*args, **(kwargs or {}))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from toys import batch, draft, target
 from torch import nn
+from toys import batch, draft, target
 
 from torch_port.config import ObjectiveConfig
 from torch_port.errors import UserError
@@ -108,9 +108,7 @@ def test_accumulation_equals_one_batch() -> None:
     for micro_batches in ([whole], parts):
         model = draft()
         loss, den, ce_den, _ = accumulate_gradients(model, micro_batches, target(), OBJECTIVE)
-        results.append(
-            (loss, den, ce_den, {n: p.grad for n, p in model.named_parameters()})
-        )
+        results.append((loss, den, ce_den, {n: p.grad for n, p in model.named_parameters()}))
     (loss, den, ce_den, one), (loss2, den2, ce_den2, two) = results
     torch.testing.assert_close(  # sums in another order: rounding of float64
         torch.stack([loss2, den2, ce_den2]), torch.stack([loss, den, ce_den]), rtol=1e-13, atol=0

@@ -162,9 +162,10 @@ def test_loaded_buffers_replace_what_was_derived() -> None:
     loaded = DSparkDraft(draft().config).double()
     loaded.load_state_dict(draft().state_dict())
     index = loaded.draft_vocab_index()
-    assert index.tolist() == [0, -100, -100, 1, 2, -100, -100, -100, -100, 3, -100, -100, 4] + [
-        -100
-    ] * 3
+    assert (
+        index.tolist()
+        == [0, -100, -100, 1, 2, -100, -100, -100, -100, 3, -100, -100, 4] + [-100] * 3
+    )
     head = torch.arange(V * 2.0).view(V, 2)
     assert loaded.draft_head(head)[:, 0].tolist() == [2.0 * i for i in KEPT]
     other = torch.arange(V * 2.0).view(V, 2) + 1
@@ -174,9 +175,7 @@ def test_loaded_buffers_replace_what_was_derived() -> None:
 def test_map_file_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "vocabulary.safetensors"
     t2d, d2t = toy_map()
-    save_map(
-        path, t2d, d2t, corpus_fingerprint="c", tokenizer_fingerprint="t", coverage=0.75
-    )
+    save_map(path, t2d, d2t, corpus_fingerprint="c", tokenizer_fingerprint="t", coverage=0.75)
     back_t2d, back_d2t, metadata = load_map(path)
     assert torch.equal(back_t2d, t2d)
     assert torch.equal(back_d2t, d2t)

@@ -162,7 +162,7 @@ class Backbone(nn.Module):
             return query, torch.cat([context, query], dim=2)
 
         (q_cos, k_cos), (q_sin, k_sin) = lookup(table[0]), lookup(table[1])
-        masks = {
+        masks: dict[str, Tensor] = {
             kind: dense_mask(
                 anchors_BN,
                 keep_BN,

@@ -17,8 +17,7 @@ def metric_pairs(
     """Return every pair of §9; per-slot ones are [G].
 
     Evaluation metrics count with M; the loss rows with w. `prunes` adds the pruned-only rows;
-    without a `confidence` head its terms are 0, so its two loss rows come out as 0 / den, and there
-    is no calibration row.
+    without a `confidence` head its rows come out as 0 over their denominators.
     """
     M = blocks.evaluated.to(weights_BNG.dtype)
     kept = M * blocks.label_is_kept
@@ -26,6 +25,7 @@ def metric_pairs(
     per_slot = (0, 1)
     survival = (M * terms.accept).cumprod(-1)
     predicted = (M * terms.confidence_probability).cumprod(-1)
+    bias = (M * (predicted - survival)).sum() if confidence else torch.zeros_like(count)
     blocks_evaluated = blocks.evaluated.any(-1).to(M.dtype).sum()
     pairs = {
         "acc": ((M * terms.correct).sum(), count),
@@ -40,9 +40,8 @@ def metric_pairs(
         "ce_position": ((kept * terms.ce).sum(per_slot), kept.sum(per_slot)),
         "accuracy_position": ((M * terms.correct).sum(per_slot), M.sum(per_slot)),
         "accept_position": ((M * terms.accept).sum(per_slot), M.sum(per_slot)),
+        "confidence_cumprod_bias": (bias, count),
     }
-    if confidence:
-        pairs["confidence_cumprod_bias"] = ((M * (predicted - survival)).sum(), count)
     if prunes:
         pairs["draft_vocab_coverage"] = (kept.sum(), count)
         pairs["teacher_kept_mass"] = ((M * terms.kept_mass).sum(), count)

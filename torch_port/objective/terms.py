@@ -94,9 +94,7 @@ def slot_terms(
         inputs = _Chunk(
             hidden=hidden_BNGH.flatten(0, 1)[rows],
             teacher_state=state,
-            teacher_normalizer=normalizer_BS.flatten()
-            .index_select(0, at.flatten())
-            .view(at.shape),
+            teacher_normalizer=normalizer_BS.flatten().index_select(0, at.flatten()).view(at.shape),
             previous=blocks.previous.flatten(0, 1)[rows],
             label_draft_id=blocks.label_draft_id.flatten(0, 1)[rows],
             label_is_kept=blocks.label_is_kept.flatten(0, 1)[rows],

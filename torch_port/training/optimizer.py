@@ -80,10 +80,11 @@ class MasterAdamW:
             self.parameters.append(parameter)
             self.masters.append(master)
             groups[decays(name)].append(master)
-        decay = config.weight_decay
         self._adamw = torch.optim.AdamW(
-            [{"params": groups[True], "weight_decay": decay}]
-            + [{"params": groups[False], "weight_decay": 0.0}],
+            [
+                {"params": groups[True], "weight_decay": config.weight_decay},
+                {"params": groups[False], "weight_decay": 0.0},
+            ],
             lr=0.0,
             betas=config.betas,
             eps=config.eps,

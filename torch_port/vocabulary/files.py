@@ -14,7 +14,6 @@ from torch import Tensor
 from torch_port.errors import UserError
 from torch_port.vocabulary.mapping import check_map
 
-
 # What a damaged, foreign or hostile file makes the readers raise.
 _UNREADABLE = (
     OSError,

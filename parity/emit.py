@@ -1,0 +1,251 @@
+"""`parity emit`: conformance vectors written by the specification, from fixed seeds.
+
+The answers are the spec's in float64, so they judge every other implementation and never the spec
+itself; `../shared/vectors` style sets from a third implementation do that.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from parity.cases import FORMAT, Array, Case
+from parity.sides import Answer, run_spec
+
+V, K, H, S, B, N = 40, 10, 16, 20, 2, 4
+
+_NESTED: dict[str, Any] = {
+    "projector_type": "dspark",
+    "attention_mode": "gqa",
+    "target_layer_ids": [0, 2],
+    "mask_token_id": 3,
+    "markov_rank": 4,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
+_TOP: dict[str, Any] = {
+    "architectures": ["DSparkDraftModel"],
+    "model_type": "qwen3",
+    "vocab_size": V,
+    "draft_vocab_size": K,
+    "hidden_size": H,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "layer_types": ["full_attention", "full_attention"],
+    "sliding_window": None,
+    "block_size": 4,
+    "num_target_layers": 4,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+}
+_OBJECTIVE = {
+    "ce_alpha": 0.1,
+    "l1_alpha": 0.9,
+    "confidence_alpha": 1.0,
+    "loss_decay_gamma": 4.0,
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One vector: what differs from the base config and objective, and what is done to the batch.
+
+    `labels` "pruned" replaces every supervised token by a pruned id; `supervised` False clears the
+    loss mask.
+    """
+
+    name: str
+    config: dict[str, Any] = field(default_factory=dict)
+    objective: dict[str, Any] = field(default_factory=dict)
+    labels: str = "any"
+    supervised: bool = True
+    error: str | None = None
+
+
+RECIPES: tuple[Recipe, ...] = (
+    Recipe("pruned-vanilla"),
+    Recipe("pruned-one-kept", {"draft_vocab_size": 1}),
+    Recipe("pruned-no-markov", {"markov_rank": 0, "confidence_head_with_markov": False}),
+    Recipe("pruned-nodecay", objective={"loss_decay_gamma": None}),
+    Recipe("pruned-nothing-inside-ce-off", objective={"ce_alpha": 0.0}, labels="pruned"),
+    Recipe("full-vanilla", {"draft_vocab_size": None}),
+    Recipe(
+        "full-no-confidence",
+        {
+            "draft_vocab_size": V,
+            "enable_confidence_head": False,
+            "confidence_head_with_markov": False,
+        },
+        {"confidence_alpha": 0.0},
+    ),
+    Recipe("pruned-gated", {"markov_head_type": "gated"}),
+    Recipe(
+        "full-rnn-sliding",
+        {
+            "draft_vocab_size": None,
+            "markov_head_type": "rnn",
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 5,
+        },
+    ),
+    Recipe("error-no-supervision", supervised=False, error="no supervised target tokens"),
+    Recipe("error-nothing-inside", labels="pruned", error="no in-vocabulary target tokens"),
+)
+
+
+def emit(directory: Path) -> list[str]:
+    """Write every recipe's case below `directory`; return their names.
+
+    Raises RuntimeError when the spec does not give the answer or the error that a recipe is for.
+    """
+    for seed, recipe in enumerate(RECIPES):
+        case = _draw(recipe, seed)
+        answer = run_spec(case, "float64")
+        if answer.error is not None and (recipe.error is None or recipe.error not in answer.error):
+            raise RuntimeError(f"{recipe.name}: the spec refuses: {answer.error}")
+        if recipe.error is not None and answer.error is None:
+            raise RuntimeError(f"{recipe.name}: the spec does not refuse")
+        _write(directory / recipe.name, case, answer, recipe.error)
+    return [recipe.name for recipe in RECIPES]
+
+
+def _draw(recipe: Recipe, seed: int) -> Case:
+    random = np.random.default_rng([20260, seed])
+    top, nested = dict(_TOP), dict(_NESTED)
+    for name, value in recipe.config.items():
+        (nested if name in nested else top)[name] = value
+    config = top | {"dflash_config": nested}
+    kept_count = top["draft_vocab_size"] or V
+    kept = np.sort(random.permutation(V)[:kept_count])
+    tensors = {f"weights/{n}": _weights(n, s, random) for n, s in _shapes(config).items()}
+    if kept_count < V:
+        t2d = np.zeros(V, dtype=bool)
+        t2d[kept] = True
+        tensors["weights/t2d"] = t2d
+        tensors["weights/d2t"] = kept - np.arange(kept_count)
+    for name in ("embed_tokens", "lm_head"):
+        tensors[f"target/{name}.weight"] = _normal(random, (V, H), 0.6)
+    tensors |= _batch(recipe, kept, random)
+    return Case(
+        name=recipe.name,
+        path=Path(recipe.name),
+        config=config,
+        objective=_OBJECTIVE | recipe.objective,
+        expect={},
+        tensors=tensors,
+        extra={},
+    )
+
+
+def _normal(random: np.random.Generator, shape: tuple[int, ...], deviation: float) -> Array:
+    return (random.normal(size=shape) * deviation).astype(np.float32)
+
+
+def _weights(name: str, shape: tuple[int, ...], random: np.random.Generator) -> Array:
+    """Draw weights large enough that every one of them shows in the loss."""
+    if name.endswith("norm.weight"):
+        return 1 + _normal(random, shape, 0.2)
+    return _normal(random, shape, 0.5 if len(shape) == 1 else 1 / math.sqrt(shape[-1]))
+
+
+def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name every weight of a draft with its shape (contracts §4)."""
+    nested = config["dflash_config"]
+    D, r, K = config["head_dim"], nested["markov_rank"], config["draft_vocab_size"] or V
+    q, kv = config["num_attention_heads"] * D, config["num_key_value_heads"] * D
+    inner = config["intermediate_size"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (H, len(nested["target_layer_ids"]) * H),
+        "hidden_norm.weight": (H,),
+        "norm.weight": (H,),
+    }
+    for i in range(config["num_hidden_layers"]):
+        layer = f"layers.{i}"
+        shapes |= {
+            f"{layer}.input_layernorm.weight": (H,),
+            f"{layer}.post_attention_layernorm.weight": (H,),
+            f"{layer}.self_attn.q_proj.weight": (q, H),
+            f"{layer}.self_attn.k_proj.weight": (kv, H),
+            f"{layer}.self_attn.v_proj.weight": (kv, H),
+            f"{layer}.self_attn.o_proj.weight": (H, q),
+            f"{layer}.self_attn.q_norm.weight": (D,),
+            f"{layer}.self_attn.k_norm.weight": (D,),
+            f"{layer}.mlp.gate_proj.weight": (inner, H),
+            f"{layer}.mlp.up_proj.weight": (inner, H),
+            f"{layer}.mlp.down_proj.weight": (H, inner),
+        }
+    if r:
+        shapes |= {"markov_head.markov_w1.weight": (V, r), "markov_head.markov_w2.weight": (K, r)}
+    extra = {"gated": ("gate_proj", r, H + r), "rnn": ("joint_proj", 3 * r, 2 * r + H)}
+    if r and nested["markov_head_type"] in extra:
+        name, rows, columns = extra[nested["markov_head_type"]]
+        shapes[f"markov_head.{name}.weight"] = (rows, columns)
+        shapes[f"markov_head.{name}.bias"] = (rows,)
+    if nested["enable_confidence_head"]:
+        width = H + (r if nested["confidence_head_with_markov"] else 0)
+        shapes |= {"confidence_head.proj.weight": (1, width), "confidence_head.proj.bias": (1,)}
+    return shapes
+
+
+def _batch(recipe: Recipe, kept: Array, random: np.random.Generator) -> dict[str, Array]:
+    """Draw two rows; one block is dropped, one ends past the sequence, anchors are no candidates.
+
+    (Some anchors are unsupervised, which drawing them by §3.1 would not give: vectors may.)
+    """
+    # About half of the tokens are kept ones, whatever K is: both kinds of label must occur.
+    ids = np.where(
+        random.random((B, S)) < 0.5, random.choice(kept, (B, S)), random.integers(0, V, (B, S))
+    )
+    if recipe.labels == "pruned":
+        ids = random.choice(np.setdiff1d(np.arange(V), kept), (B, S))
+    mask = (random.random((B, S)) < 0.85).astype(np.float32) * float(recipe.supervised)
+    anchors = np.stack([np.sort(random.permutation(S - 2)[:N]) for _ in range(B)])
+    anchors[0, -1], anchors[1, -1] = S - 2, 0
+    keep = np.ones((B, N), dtype=bool)
+    keep[1, -1] = False
+    return {
+        "batch/input_ids": ids.astype(np.int64),
+        "batch/loss_mask": mask,
+        "batch/hidden_states": _normal(random, (B, S, 2 * H), 1.0),
+        "batch/target_last_hidden_states": _normal(random, (B, S, H), 1.0),
+        "batch/anchor_positions": anchors.astype(np.int64),
+        "batch/block_keep_mask": keep,
+    }
+
+
+def _write(directory: Path, case: Case, answer: Answer, error: str | None) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = dict(case.tensors)
+    expect: dict[str, Any] = {"error": error}
+    if error is None:
+        expect = {
+            "loss": answer.loss,
+            "metrics": {n: [a.tolist(), b.tolist()] for n, (a, b) in answer.metrics.items()},
+        }
+        tensors |= {f"expect/grad/{n}": v for n, v in answer.gradients.items()}
+        tensors |= {f"expect/{n}": v for n, v in answer.tensors.items()}
+    save_file(
+        {name: np.ascontiguousarray(value) for name, value in sorted(tensors.items())},
+        directory / "tensors.safetensors",
+    )
+    document = {
+        "format": FORMAT,
+        "name": case.name,
+        "config": case.config,
+        "objective": case.objective,
+        "expect": expect,
+    }
+    (directory / "case.json").write_text(json.dumps(document, indent=1) + "\n")

@@ -1,0 +1,105 @@
+"""Both implementations on cases drawn at random, and through the same training run."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parity.cases import Case
+from parity.checks.losses import cross_check
+from parity.checks.training import (
+    LOSS_TOLERANCE,
+    PARAMETER_TOLERANCE,
+    trajectories,
+)
+from parity.compare import TOLERANCE
+from parity.emit import RECIPES, B, N, S, _draw
+
+BY_NAME = {recipe.name: recipe for recipe in RECIPES}
+# One compilation each; contents, masks and anchors are fresh in every example.
+CONFIGS = ("pruned-vanilla", "pruned-no-markov", "full-vanilla")
+
+
+def random_case(name: str, seed: int, density: float, alphas: tuple[float, float, float]) -> Case:
+    case = _draw(BY_NAME[name], seed)
+    random = np.random.default_rng(seed)
+    tensors = dict(case.tensors)
+    tensors["batch/loss_mask"] = (random.random((B, S)) < density).astype(np.float32)
+    tensors["batch/anchor_positions"] = random.integers(0, S - 1, (B, N))
+    tensors["batch/block_keep_mask"] = random.random((B, N)) < 0.8
+    ce, l1, confidence = alphas
+    objective = case.objective | {
+        "ce_alpha": ce,
+        "l1_alpha": l1,
+        "confidence_alpha": confidence,
+    }
+    return replace(case, tensors=tensors, objective=objective)
+
+
+@settings(max_examples=40)
+@given(
+    name=st.sampled_from(CONFIGS),
+    seed=st.integers(0, 10_000),
+    density=st.sampled_from([0.3, 0.7, 1.0]),
+    alphas=st.sampled_from([(0.1, 0.9, 1.0), (1.0, 0.0, 0.0), (0.0, 1.0, 0.5)]),
+)
+def test_losses_metrics_and_gradients(
+    name: str, seed: int, density: float, alphas: tuple[float, float, float]
+) -> None:
+    """Fault: anything on which the two read the sheet differently where no vector looks.
+
+    float64: two right programs agree to about 1e-14; TOLERANCE has its reason beside it. Draft and
+    teacher are unrelated random numbers, so the kink of the L1 is never near.
+    """
+    result = cross_check(random_case(name, seed, density, alphas), "float64")
+    if result.problem is not None and "target tokens" in result.problem:
+        return  # both must refuse then: test_both_refuse
+    assert result.passes(TOLERANCE["float64"]), (result.problem, result.worst_named())
+
+
+@pytest.mark.parametrize("name", ["error-no-supervision", "error-nothing-inside"])
+def test_both_refuse(name: str) -> None:
+    from parity.sides import run_port, run_spec
+
+    case = _draw(BY_NAME[name], 5)
+    for run in (run_port, run_spec):
+        error = run(case, "float64").error
+        assert error is not None
+        assert BY_NAME[name].error in error
+
+
+def training_case(steps: int) -> Case:
+    case = _draw(BY_NAME["pruned-vanilla"], 3)
+    tensors = {n: v for n, v in case.tensors.items() if not n.startswith("batch/")}
+    kept = np.nonzero(tensors["weights/t2d"])[0]
+    for step in range(steps):
+        other = _draw(BY_NAME["pruned-vanilla"], 100 + step).group("batch")
+        other["input_ids"][:, ::2] = np.random.default_rng(step).choice(kept, (B, S // 2))
+        for name, value in other.items():
+            tensors[f"steps/{step}/{name}"] = value
+    optimizer = {
+        "peak_rate": 3e-2,
+        "final_rate": 1e-3,
+        "warmup_steps": 3,
+        "total_steps": steps,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+        "max_grad_norm": 1.0,
+    }
+    return replace(case, tensors=tensors, extra={"optimizer": optimizer})
+
+
+def test_twelve_adamw_steps_follow_each_other() -> None:
+    """Faults: schedule off by a step, decay on norms, clip with 1e-6, moments swapped.
+
+    Step 11 comes after step 2 only when batches are ordered as numbers.
+    """
+    steps = trajectories(training_case(12), "float64")
+    assert [step.step for step in steps] == list(range(1, 13))
+    assert steps[-1].loss_port != steps[0].loss_port
+    assert max(step.loss_error for step in steps) <= LOSS_TOLERANCE["float64"]
+    assert max(step.worst_error for step in steps) <= PARAMETER_TOLERANCE["float64"]
