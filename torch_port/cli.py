@@ -63,9 +63,11 @@ def demo(
 
     Example: torch-port demo --quick --out runs/first
     """
-    from torch_port.demo.run import run_demo  # imports torch: --help and errors should be fast
+    # Imported here: they bring torch, and --help should be fast.
+    from torch_port.demo.recipe import FULL, QUICK
+    from torch_port.demo.run import run_demo
 
-    agrees = run_demo(quick, out, overwrite, Console())
+    agrees = run_demo(QUICK if quick else FULL, out, overwrite, Console())
     raise typer.Exit(0 if agrees else 1)
 
 

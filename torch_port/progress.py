@@ -21,17 +21,23 @@ class Stage:
         self._task = bar.add_task(name, total=total, detail="") if bar else None
         self._started = self._last_line = time.monotonic()
 
-    def update(self, done: int, detail: str = "") -> None:
-        """Say that `done` of the total steps are done; `detail` are the numbers to show."""
+    def update(self, done: int, detail: str = "", total: int | None = None) -> None:
+        """Say that `done` of the total steps are done; `detail` are the numbers to show.
+
+        `total` replaces the number of steps, for work that learns it on the way.
+        """
+        self.total = self.total if total is None else total
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=done, detail=detail)
+            self._bar.update(self._task, completed=done, total=self.total, detail=detail)
             return
         now = time.monotonic()
         if now - self._last_line >= LINE_EVERY and done < self.total:
             self._last_line = now
             left = (now - self._started) / max(done, 1) * (self.total - done)
             self._console.print(
-                f"  {self.name}: {done}/{self.total}  {detail}  ETA {clock(left)}", highlight=False
+                f"  {self.name}: {done}/{self.total}  {detail}  ETA {clock(left)}",
+                highlight=False,
+                soft_wrap=True,
             )
 
 
@@ -42,7 +48,7 @@ def stage(name: str, total: int, console: Console) -> Iterator[Stage]:
     if console.is_terminal:
         with Progress(
             TextColumn("  {task.description}"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=16),
             MofNCompleteColumn(),
             TextColumn("{task.fields[detail]}"),
             TextColumn("ETA"),

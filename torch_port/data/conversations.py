@@ -1,0 +1,230 @@
+"""Conversations in the field's JSONL, and their token ids with an exact loss mask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from torch_port.errors import UserError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+TURN_START = "<|im_start|>"
+TURN_END = "<|im_end|>"
+
+_FORMAT = '{"id": "…", "conversations": [{"role": "user", "content": "…"}, …]}'
+_REMEDY = f"Write each line as {_FORMAT} with the roles system, user and assistant."
+
+
+class DataError(UserError):
+    """Training data that cannot be read, with its file and line."""
+
+
+class Turn(BaseModel):
+    """One message of a conversation."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class Conversation(BaseModel):
+    """One line of the field's JSONL; keys that training does not read are ignored."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    id: str
+    conversations: list[Turn] = Field(min_length=1)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Token ids of one conversation: `input_ids` int64 [S], `loss_mask` float32 [S] of 0 and 1.
+
+    `truncated` says that the conversation went on.
+    """
+
+    id: str
+    input_ids: NDArray[np.int64]
+    loss_mask: NDArray[np.float32]
+    truncated: bool = False
+
+
+@dataclass(frozen=True)
+class SampleStats:
+    """Encoded samples of one side of the split.
+
+    `kept` have an anchor candidate, `untrainable` were dropped for having none, `truncated` of
+    the kept ones were cut at `max_length`.
+    """
+
+    kept: int
+    untrainable: int
+    truncated: int
+
+
+def read_conversations(path: str | Path) -> Iterator[Conversation]:
+    """Stream the conversations of a JSONL file; blank lines are ignored.
+
+    Args:
+        path: a UTF-8 file with one conversation per line.
+
+    Yields:
+        The conversations in the file's order.
+
+    Raises:
+        DataError: the file cannot be read, or a line is not JSON, lacks a key, has an unknown
+            role, content that is no string, or no turns. Names file, line, finding and remedy.
+
+    Source: issue 2, item 7 and "Bad input".
+    """
+    path = Path(path)
+    try:
+        with open(path, "rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                if line.strip():
+                    yield _parse_line(line, f"{path}:{number}")
+    except OSError as error:
+        raise DataError(
+            f"{path}: expected a readable JSONL file, found: {error.strerror}. "
+            "Check the path and its permissions."
+        ) from None
+
+
+def encode_conversation(
+    tokenizer: Tokenizer, conversation: Conversation, max_length: int
+) -> Sample:
+    r"""Token ids of a conversation rendered as ChatML, with loss on the assistant's answers.
+
+    A turn is `<|im_start|>role\ncontent<|im_end|>\n`. Supervised are an assistant's content and
+    its `<|im_end|>`. Header, content and ending are encoded apart from each other, so that no
+    token crosses the mask's border. Text in the content that looks like a special token is
+    encoded as plain text: only the rendering puts special tokens.
+
+    Args:
+        tokenizer: has `<|im_start|>` and `<|im_end|>` as special tokens.
+        conversation: the turns.
+        max_length: positions to keep at most; the rest is cut off at the end.
+
+    Returns:
+        Ids and mask, both of length S ≤ `max_length`.
+
+    Raises:
+        DataError: `max_length` is below 2, or the tokenizer lacks the two special tokens.
+    """
+    if max_length < 2:
+        raise DataError(
+            f"max_length: expected at least 2 (an anchor and its label), found {max_length}. "
+            "Raise max_length."
+        )
+    start, end = _special_id(tokenizer, TURN_START), _special_id(tokenizer, TURN_END)
+    ids: list[int] = []
+    mask: list[bool] = []
+    for turn in conversation.conversations:
+        header = [start, *_encode_text(tokenizer, f"{turn.role}\n")]
+        answer = [*_encode_text(tokenizer, turn.content), end]
+        newline = _encode_text(tokenizer, "\n")
+        ids += header + answer + newline
+        mask += [False] * len(header)
+        mask += [turn.role == "assistant"] * len(answer)
+        mask += [False] * len(newline)
+    return Sample(
+        id=conversation.id,
+        input_ids=np.array(ids[:max_length], dtype=np.int64),
+        loss_mask=np.array(mask[:max_length], dtype=np.float32),
+        truncated=len(ids) > max_length,
+    )
+
+
+def encode_file(
+    tokenizer: Tokenizer, path: str | Path, max_length: int
+) -> tuple[list[Sample], SampleStats]:
+    """Encode a JSONL file's conversations and drop those without an anchor candidate.
+
+    Args:
+        tokenizer, max_length: as for `encode_conversation`.
+        path: as for `read_conversations`.
+
+    Returns:
+        The trainable samples in the file's order, and how many were kept, dropped and cut.
+
+    Raises:
+        DataError: as the two functions that it joins.
+    """
+    samples: list[Sample] = []
+    untrainable = truncated = 0
+    for conversation in read_conversations(path):
+        sample = encode_conversation(tokenizer, conversation, max_length)
+        if is_trainable(sample.loss_mask):
+            samples.append(sample)
+            truncated += sample.truncated
+        else:
+            untrainable += 1
+    return samples, SampleStats(len(samples), untrainable, truncated)
+
+
+def is_trainable(loss_mask: NDArray[np.float32]) -> bool:
+    """Whether a sample has an anchor candidate: two adjacent supervised positions.
+
+    >>> is_trainable(np.array([0, 1, 0, 1])), is_trainable(np.array([0, 1, 1, 0]))
+    (False, True)
+
+    Args:
+        loss_mask: `[S]`; a position is supervised where the mask is above 0.5.
+
+    Returns:
+        True when some a has both a and a+1 supervised.
+
+    Source: spec sheet §3.1; contracts §5.
+    """
+    supervised = loss_mask > 0.5
+    return bool(np.any(supervised[:-1] & supervised[1:]))
+
+
+def _parse_line(line: bytes, where: str) -> Conversation:
+    """One conversation, or a DataError that says where and what."""
+    try:
+        return Conversation.model_validate_json(line)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    if first["type"] == "json_invalid":
+        text = line.decode("utf-8", errors="replace").strip()
+        raise DataError(f"{where}: expected JSON, found {_short(text)}: {first['msg']}. {_REMEDY}")
+    key = ".".join(map(str, first["loc"])) or "the line"
+    found = "nothing" if first["type"] == "missing" else _short(first["input"])
+    raise DataError(f"{where}: {key}: {first['msg']}, found {found}. {_REMEDY}")
+
+
+def _short(value: object, limit: int = 60) -> str:
+    """A value's repr, cut where it would fill the terminal."""
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _special_id(tokenizer: Tokenizer, token: str) -> int:
+    number = tokenizer.token_to_id(token)
+    if number is None:
+        raise DataError(
+            f"tokenizer: expected the special token {token}, found none. "
+            "Use a tokenizer with ChatML tokens, or train one with `train_tokenizer`."
+        )
+    return int(number)
+
+
+def _encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids of plain text, in which special tokens have no meaning."""
+    before = tokenizer.encode_special_tokens
+    tokenizer.encode_special_tokens = True
+    try:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    finally:
+        tokenizer.encode_special_tokens = before
+    return ids
