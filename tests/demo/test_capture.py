@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from torch_port.data.capture import capture, log_normalizer
+from torch_port.data.capture import capture
 from torch_port.data.conversations import DataError
+from torch_port.objective.teacher import log_normalizer
 
 
 class Add(nn.Module):

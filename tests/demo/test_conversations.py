@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 
+from torch_port.anchors import is_trainable
 from torch_port.data.conversations import (
     Conversation,
     DataError,
     encode_conversation,
     encode_file,
-    is_trainable,
     read_conversations,
 )
 from torch_port.demo.tokenizer import SPECIAL_TOKENS, special_ids, train_tokenizer

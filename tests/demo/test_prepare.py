@@ -177,7 +177,7 @@ def test_fingerprint_follows_the_recipe():
             tuple: lambda v: v[:-1],
         }.get(type(value), lambda v: v + 1)(value)
         same = dataclasses.replace(FULL, **{entry.name: changed}).fingerprint() == base
-        draft = entry.name.startswith(("draft_", "markov_")) or entry.name in (
+        draft = entry.name.startswith(("draft_", "markov_", "parity_")) or entry.name in (
             "block_size",
             "anchors",
         )

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_port.blocks import anchor_candidates, draw_anchors, make_blocks, slot_weights
+from torch_port.anchors import anchor_candidates, draw_anchors
+from torch_port.blocks import make_blocks, slot_weights
 from torch_port.errors import UserError
 
 INDEX = torch.tensor([0, -100, -100, 1, 2, -100, -100, -100, -100, 3])  # V = 10

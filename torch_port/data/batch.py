@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_port.blocks import anchor_candidates, draw_anchors
+from torch_port.anchors import draw_anchors
 from torch_port.errors import UserError
 
 Sample = Mapping[str, Tensor]
@@ -84,11 +84,6 @@ def collate(
         block_keep_mask=torch.from_numpy(keep),
         target_log_normalizer=padded("target_log_normalizer") if stored else None,
     )
-
-
-def is_trainable(loss_mask: Tensor) -> bool:
-    """Return whether a sample has an anchor candidate: two adjacent supervised positions."""
-    return anchor_candidates(loss_mask.numpy()).size > 0
 
 
 def batch_order(count: int, batch_size: int, seed: int, steps: int) -> Iterator[tuple[int, Tensor]]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_port.data.conversations import DataError
+from torch_port.objective.teacher import log_normalizer
 
 # Batches among which samples are sorted by length; so many samples' states are held at a time.
 _WINDOW_BATCHES = 8
@@ -127,26 +128,6 @@ def _capture_batch(
         )
         for ids_S, states_SLH, final_SH in zip(batch, states_BSLH, final_BSH, strict=True)
     ]
-
-
-def log_normalizer(final_SH: Tensor, head_VH: Tensor, head_rows: int = 2048) -> Tensor:
-    """logsumexp over all V of T·Uᵀ, in float32, without a `[S, V]` tensor.
-
-    Args:
-        final_SH: T `[S, H]`, the target's final states after its final norm.
-        head_VH: U `[V, H]`, the target's head.
-        head_rows: rows of U that are projected at a time.
-
-    Returns:
-        float32 `[S]`.
-
-    Source: spec sheet §7; contracts §5.
-    """
-    parts = [
-        torch.logsumexp(final_SH.float() @ rows.float().T, dim=-1)
-        for rows in head_VH.split(head_rows)
-    ]
-    return torch.logsumexp(torch.stack(parts), dim=0)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from torch_port.anchors import is_trainable
 from torch_port.errors import UserError
 
 if TYPE_CHECKING:
@@ -169,24 +170,6 @@ def encode_file(
         else:
             untrainable += 1
     return samples, SampleStats(len(samples), untrainable, truncated)
-
-
-def is_trainable(loss_mask: NDArray[np.float32]) -> bool:
-    """Whether a sample has an anchor candidate: two adjacent supervised positions.
-
-    >>> is_trainable(np.array([0, 1, 0, 1])), is_trainable(np.array([0, 1, 1, 0]))
-    (False, True)
-
-    Args:
-        loss_mask: `[S]`; a position is supervised where the mask is above 0.5.
-
-    Returns:
-        True when some a has both a and a+1 supervised.
-
-    Source: spec sheet §3.1; contracts §5.
-    """
-    supervised = loss_mask > 0.5
-    return bool(np.any(supervised[:-1] & supervised[1:]))
 
 
 def _parse_line(line: bytes, where: str) -> Conversation:

@@ -63,7 +63,7 @@ class Recipe:
     markov_rank: int = _draft(32)
     anchors: int = _draft(32)
     draft_steps: int = _draft(300)
-    draft_batch: int = _draft(8)
+    draft_batch: int = _draft(4)
     draft_lr: float = _draft(1e-3)
     draft_warmup: int = _draft(20)
     draft_seed: int = _draft(0)
@@ -92,7 +92,7 @@ class Recipe:
 
 FULL = Recipe(
     name="full",
-    target_steps=900,
+    target_steps=860,
     target_batch=16,
     target_lr=3e-3,
     target_warmup=60,
@@ -102,10 +102,13 @@ FULL = Recipe(
 
 QUICK = Recipe(
     name="quick",
-    target_steps=150,
+    target_steps=140,
     target_batch=16,
     target_lr=3e-3,
     target_warmup=15,
     capture_train=200,
     capture_heldout=50,
+    draft_steps=60,
+    draft_warmup=8,
+    parity_steps=4,
 )

@@ -19,13 +19,15 @@ def log_normalizer(states: Tensor, lm_head_VH: Tensor, rows: int = SLICE) -> Ten
     Running maximum m and sum s of exp(ℓ − m), rescaled whenever the maximum moves.
 
     Arguments: `states` […, H]; `lm_head_VH`; `rows` of the head per slice.
-    Returns […] in float32 or better, computed from the stored states and head (§11).
+    Returns […] in float32 or better, computed in that type from the stored states and head:
+    products rounded to bf16 would let the kept mass exceed 1 (§11).
     """
     dtype = torch.promote_types(states.dtype, torch.float32)
     largest = states.new_full(states.shape[:-1], -torch.inf, dtype=dtype)
     total = torch.zeros_like(largest)
+    wide = states.to(dtype)
     for part_RH in lm_head_VH.split(rows):
-        logits = (states @ part_RH.T).to(dtype)
+        logits = wide @ part_RH.to(dtype).T
         top = torch.maximum(largest, logits.amax(-1))
         total = total * (largest - top).exp() + (logits - top.unsqueeze(-1)).exp().sum(-1)
         largest = top
