@@ -167,7 +167,7 @@ def evaluation(
     terms = slot_terms(z, c, draft_labels, conditional, true, config.prunes)
     w = blocks.weights(mask, alphas.decay, z.dtype)
     sums = weighted_sums(terms, w)
-    slots = Slots(mask, w, draft_labels, z, c, conditional, true, terms)
+    slots = Slots(mask, w, draft_labels, z, c, teacher_z[..., kept], true, terms)
     return Evaluation(
         loss=loss(sums, sums.den, sums.ce_den, alphas, config.prunes),
         metrics=metric_pairs(slots, sums, config.prunes),

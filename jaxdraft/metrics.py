@@ -23,7 +23,7 @@ class Slots(NamedTuple):
     draft_labels: Int[Array, "batch blocks γ"]
     draft_logits: Float[Array, "batch blocks γ kept"]
     confidence_logits: Float[Array, "batch blocks γ"] | None
-    conditional: Float[Array, "batch blocks γ kept"]
+    teacher_logits: Float[Array, "batch blocks γ kept"]  # ℓ of the kept ids
     true: Float[Array, "batch blocks γ kept"]
     terms: SlotTerms
 
@@ -160,7 +160,7 @@ def metric_pairs(slots: Slots, sums: Sums, prunes: bool) -> dict[str, Pair]:
     guess = z.argmax(axis=-1).astype(slots.draft_labels.dtype)
     # A pruned label is negative, so no guess equals it: a miss.
     hit = (guess == slots.draft_labels).astype(dtype)
-    agrees = (z.argmax(axis=-1) == slots.conditional.argmax(axis=-1)).astype(dtype)
+    agrees = (z.argmax(axis=-1) == slots.teacher_logits.argmax(axis=-1)).astype(dtype)
     pairs: dict[str, Pair] = {
         "acc": mean_over_mask(hit, mask),
         "ce_loss": (sums.ce_num, sums.ce_den),

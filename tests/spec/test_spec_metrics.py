@@ -22,7 +22,7 @@ def pairs(prunes=True, confidence=True):
     conditional = true / true.sum(axis=-1, keepdims=True)
     terms = slot_terms(z, c, labels, conditional, true, prunes)
     w = jnp.array([[[1.0, 0.5, 0.0]], [[0.0, 0.0, 0.0]]])
-    slots = Slots(mask, w, labels, z, c, conditional, true, terms)
+    slots = Slots(mask, w, labels, z, c, jnp.log(true), true, terms)
     return metric_pairs(slots, weighted_sums(terms, w), prunes)
 
 

@@ -6,7 +6,6 @@ Shape suffixes: B batch, S tokens, T predicted tokens of a batch, H hidden size,
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from torch.nn import functional as F
 
 from torch_port.data.conversations import Sample
 from torch_port.demo.recipe import Recipe
+from torch_port.training.optimizer import OptimizerConfig, rate_at
 
 if TYPE_CHECKING:
     from transformers import Qwen3ForCausalLM
@@ -80,11 +80,16 @@ def train_target(
         betas=(0.9, 0.95),
         fused=True,
     )
+    schedule = OptimizerConfig(
+        peak_rate=recipe.target_lr,
+        warmup_steps=recipe.target_warmup,
+        total_steps=recipe.target_steps,
+    )
     batches = _batches(train, recipe)
     began, tokens, losses = time.perf_counter(), 0, []
     for step in range(1, recipe.target_steps + 1):
         for group in optimizer.param_groups:
-            group["lr"] = _rate(step, recipe)
+            group["lr"] = rate_at(step, schedule)
         ids_BS, lengths_B = next(batches)
         losses.append(_backward(model, ids_BS, lengths_B))
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -206,14 +211,6 @@ def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, o
         {"params": matrices, "weight_decay": weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-
-
-def _rate(step: int, recipe: Recipe) -> float:
-    """Learning rate of step 1 … total: linear warm-up, then cosine to 0 (spec sheet §14)."""
-    warm, total = recipe.target_warmup, recipe.target_steps
-    if step <= warm:
-        return recipe.target_lr * step / warm
-    return recipe.target_lr * 0.5 * (1 + math.cos(math.pi * (step - warm) / (total - warm)))
 
 
 def _backward(model: Qwen3ForCausalLM, ids_BS: Tensor, lengths_B: Tensor) -> float:
