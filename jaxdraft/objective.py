@@ -91,7 +91,7 @@ def cross_entropy(
     Returns:
         ce [batch blocks γ].
 
-    Source: sheet §8; paper Eq. 9.
+    Source: sheet §8.
     """
     inside = draft_labels >= 0
     safe = jnp.where(inside, draft_labels, 0)
@@ -254,7 +254,7 @@ def loss(
     Returns:
         A scalar whose mean over ranks is the loss of the step.
 
-    Source: sheet §8; paper Eq. 12.
+    Source: sheet §8.
     """
     ce = alphas.ce_alpha * sums.ce_num
     l1 = alphas.l1_alpha * sums.l1_num

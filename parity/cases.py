@@ -55,16 +55,35 @@ def read_case(path: Path) -> Case:
     try:
         document = json.loads((path / "case.json").read_text())
         tensors = load_file(path / "tensors.safetensors")
-    except (OSError, json.JSONDecodeError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:  # not JSON, not UTF-8: ValueErrors
         raise CaseError(f"{path}: no readable case ({error})") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise CaseError(f"{path}: case.json must be a mapping with format {FORMAT}")
     missing = [key for key in ("name", "config", "objective", "expect") if key not in document]
     if missing:
         raise CaseError(f"{path}: case.json lacks {', '.join(missing)}")
+    odd = [key for key in ("config", "objective", "expect") if not isinstance(document[key], dict)]
+    if odd:
+        raise CaseError(f"{path}: in case.json {', '.join(odd)} must be mappings")
+    _check_expectation(path, document["expect"])
     known = {key: document.pop(key) for key in ("name", "config", "objective", "expect")}
     document.pop("format")
     return Case(path=path, tensors=tensors, extra=document, **known)
+
+
+def _check_expectation(path: Path, expect: dict[str, Any]) -> None:
+    """Refuse an expectation that could not be compared; an empty one is a case without answers."""
+    if not expect or isinstance(expect.get("error"), str):
+        return
+    metrics = expect.get("metrics")
+    pairs = metrics.values() if isinstance(metrics, dict) else [None]
+    if not isinstance(expect.get("loss"), int | float) or not all(
+        isinstance(pair, list) and len(pair) == 2 for pair in pairs
+    ):
+        raise CaseError(
+            f"{path}: expect must hold either an error (text), or a loss (number) and metrics "
+            "{name: [numerator, denominator]}"
+        )
 
 
 def list_cases(directory: Path) -> list[Path]:

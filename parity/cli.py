@@ -82,13 +82,22 @@ def vectors(
 @app.command()
 def emit(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write the cases.")],
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace cases of the same names.")
+    ] = False,
 ) -> None:
     """Write the project's own vectors: inputs from fixed seeds, answers from the specification.
 
-    Example: parity emit tests/vectors
+    Cases that exist are refused unless --overwrite is given, and then only those are replaced.
+
+    Example: parity emit tests/vectors --overwrite
     """
     _need_jax(["spec"])
-    for name in write_vectors(directory):
+    try:
+        names = write_vectors(directory, overwrite)
+    except (CaseError, OSError) as error:
+        _stop(str(error))
+    for name in names:
         console.print(f"wrote {directory / name}", highlight=False, soft_wrap=True)
 
 
@@ -108,8 +117,9 @@ def demo(
         _stop(str(error))
     for check in result["checks"]:
         verdict = "ok  " if check["passed"] else "FAIL"
+        worst = "no number" if check["worst"] is None else f"{check['worst']:.1e}"
         console.print(
-            f"{verdict} {check['name']}  {check['worst']:.1e} "
+            f"{verdict} {check['name']}  {worst} "
             f"(tolerance {check['tolerance']:.0e}); {check['detail']}",
             soft_wrap=True,
             highlight=False,

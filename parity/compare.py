@@ -43,6 +43,7 @@ class Comparison:
         default_factory=lambda: {"loss": {}, "metrics": {}, "gradients": {}, "tensors": {}}
     )
     problem: str | None = None  # what could not be compared, in words
+    refusal: str | None = None  # both sides refused the case, in these words of the sheet
 
     def worst(self, kind: str) -> float:
         """Return the largest error of a kind, 0 where nothing of it was compared."""
@@ -66,14 +67,17 @@ def compare_with_expectation(
     Slots whose evaluation mask is False are not compared (vectors.md).
     """
     result = Comparison()
+    if not expect:
+        result.problem = "the case holds no expectation to compare with"
+        return result
     if "error" in expect:
         if answer.error is None:
             result.problem = f"expected the error {expect['error']!r}, got loss {answer.loss}"
-        elif expect["error"] not in answer.error or answer.not_built:
+        elif expect["error"] not in answer.error or answer.failure != "refused":
             result.problem = f"expected the error {expect['error']!r}, got {answer.error!r}"
         return result
     if answer.error is not None:
-        result.problem = ("not built: " if answer.not_built else "refused: ") + answer.error
+        result.problem = f"{answer.failure}: {answer.error}"
         return result
     expected = Answer(
         loss=expect["loss"],

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from parity.cases import FORMAT, Array, Case
+from parity.cases import FORMAT, Array, Case, CaseError
 from parity.sides import Answer, run_spec
 
 V, K, H, S, B, N = 40, 10, 16, 20, 2, 4
@@ -106,11 +106,19 @@ RECIPES: tuple[Recipe, ...] = (
 )
 
 
-def emit(directory: Path) -> list[str]:
+def emit(directory: Path, overwrite: bool = False) -> list[str]:
     """Write every recipe's case below `directory`; return their names.
 
-    Raises RuntimeError when the spec does not give the answer or the error that a recipe is for.
+    Raises CaseError, before anything is written, when a case of a recipe's name exists and
+    `overwrite` is off; RuntimeError when the spec does not give the answer or the error that a
+    recipe is for.
     """
+    held = [recipe.name for recipe in RECIPES if (directory / recipe.name).exists()]
+    if held and not overwrite:
+        raise CaseError(
+            f"{directory} already holds {', '.join(held)}; choose another directory, or add "
+            "--overwrite to replace those"
+        )
     for seed, recipe in enumerate(RECIPES):
         case = _draw(recipe, seed)
         answer = run_spec(case, "float64")

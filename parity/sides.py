@@ -20,14 +20,18 @@ from parity.names import BUFFERS, to_flax, to_torch
 
 @dataclass(frozen=True)
 class Answer:
-    """What one side says of a case. `error` is set instead of the rest when it refused."""
+    """What one side says of a case. `error` is set instead of the rest when it gave no answer.
+
+    `failure` says how: "refused" (an error meant for users), "not built", or "broke off" (an
+    exception that no user should see: a case the side does not understand, or a bug).
+    """
 
     loss: float = 0.0
     metrics: dict[str, tuple[Array, Array]] = field(default_factory=dict)
     gradients: dict[str, Array] = field(default_factory=dict)
     tensors: dict[str, Array] = field(default_factory=dict)
     error: str | None = None
-    not_built: bool = False
+    failure: str | None = None
 
 
 def run_port(case: Case, dtype: str) -> Answer:
@@ -37,9 +41,11 @@ def run_port(case: Case, dtype: str) -> Answer:
     try:
         return _port_answer(case, dtype)
     except NotBuiltError as error:
-        return Answer(error=str(error), not_built=True)
+        return Answer(error=str(error), failure="not built")
     except UserError as error:
-        return Answer(error=str(error))
+        return Answer(error=str(error), failure="refused")
+    except Exception as error:  # noqa: BLE001 (one bad case must not end the run)
+        return _broke_off(error)
 
 
 def _port_answer(case: Case, dtype: str) -> Answer:
@@ -136,9 +142,16 @@ def run_spec(case: Case, dtype: str) -> Answer:
     try:
         return _spec_answer(case, dtype)
     except NotBuilt as error:
-        return Answer(error=str(error), not_built=True)
+        return Answer(error=str(error), failure="not built")
     except ValueError as error:
-        return Answer(error=str(error))
+        return Answer(error=str(error), failure="refused")
+    except Exception as error:  # noqa: BLE001 (one bad case must not end the run)
+        return _broke_off(error)
+
+
+def _broke_off(error: Exception) -> Answer:
+    first_line = str(error).strip().split("\n", 1)[0]
+    return Answer(error=f"{type(error).__name__}: {first_line}", failure="broke off")
 
 
 def _spec_answer(case: Case, dtype: str) -> Answer:

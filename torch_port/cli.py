@@ -84,6 +84,11 @@ def main() -> None:
         # Flushed by hand: a half-finished progress bar must not hide the message.
         sys.stderr.flush()
         raise SystemExit(2) from None
+    except OSError as error:
+        # A full disk, a directory that vanished: the system's own words and the place.
+        where = f" ({error.filename})" if error.filename else ""
+        print(f"Error: {error.strerror or error}{where}", file=sys.stderr)
+        raise SystemExit(2) from None
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None

@@ -6,7 +6,7 @@ draft that differs from the one its author trained.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -68,7 +68,7 @@ def explain(error: ValidationError, where: str) -> str:
 class Settings(BaseModel):
     """A frozen set of settings that refuses unknown names; a bad value is one `UserError`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -83,8 +83,6 @@ class DraftConfig(Settings):
     `draft_vocab_size` is K, already resolved; `markov_head_type` is "none" exactly when
     `markov_rank` is 0. Source: spec sheet §1, §5, §6; contracts §4 for the file's schema.
     """
-
-    model_config = ConfigDict(strict=True)
 
     vocab_size: int = Field(ge=1)
     draft_vocab_size: int
@@ -122,8 +120,8 @@ class DraftConfig(Settings):
         return self
 
     def _rules(self) -> list[tuple[bool, str]]:
-        ids, last = self.target_layer_ids, self.num_target_layers - 1
         markov = self.markov_rank > 0
+        layers = target_layer_problem(self.target_layer_ids, self.num_target_layers)
         return [
             (
                 self.num_attention_heads % self.num_key_value_heads != 0,
@@ -143,12 +141,7 @@ class DraftConfig(Settings):
                 self.mask_token_id >= self.vocab_size,
                 f"mask_token_id {self.mask_token_id} is no row of the {self.vocab_size}-row target",
             ),
-            (len(set(ids)) != len(ids), f"target_layer_ids {list(ids)} repeats a layer"),
-            (
-                any(not 0 <= i < last for i in ids),
-                f"target_layer_ids {list(ids)} must lie in 0 … {last - 1}: layer i means the "
-                f"output of decoder layer i, and the last ({last}) comes out normalised",
-            ),
+            (layers is not None, f"target_layer_ids: {layers}"),
             (
                 markov != (self.markov_head_type != "none"),
                 f"markov_rank {self.markov_rank} does not go with markov_head_type "
@@ -170,10 +163,12 @@ class DraftConfig(Settings):
         Raises NotBuiltError for a layout, head or layer type that this version does not have;
         UserError for unknown, missing or inconsistent fields, naming each with its value.
         """
-        flat = dict(raw)
-        nested = flat.pop("dflash_config", None)
+        nested = raw.get("dflash_config") if isinstance(raw, Mapping) else None
         if not isinstance(nested, Mapping):
-            raise UserError("draft config: dflash_config is missing or no mapping")
+            raise UserError("draft config: dflash_config is missing, or no mapping")
+        flat = {name: value for name, value in raw.items() if name != "dflash_config"}
+        if not all(isinstance(name, str) for name in (*flat, *nested)):
+            raise UserError("draft config: field names must be strings")
         twice = sorted(set(flat) & set(nested))
         if twice:
             raise UserError(f"draft config: {twice} stand both at the top and in dflash_config")
@@ -188,7 +183,7 @@ class DraftConfig(Settings):
             )
         if flat.get("markov_rank") == 0:
             flat["markov_head_type"] = "none"
-        if isinstance(flat.get("vocab_size"), int):
+        if type(flat.get("vocab_size")) is int:  # anything else is refused below, by name
             flat["draft_vocab_size"] = check_draft_vocab_size(
                 flat.get("draft_vocab_size"), flat["vocab_size"]
             )
@@ -219,6 +214,29 @@ class DraftConfig(Settings):
 _LAYOUT = {"projector_type": "dspark"}
 
 
+def target_layer_problem(ids: Sequence[int], num_layers: int) -> str | None:
+    """Say what is wrong with the target layers to capture, or None.
+
+    Layer i means the *output* of decoder layer i, 0-based. The last one is refused: transformers
+    hands its output out normalised, so a server could not supply it. Source: contracts §4.
+
+    >>> target_layer_problem([0, 2], 4) is None
+    True
+    """
+    listed = list(ids)
+    if not listed:
+        problem = "none is named"
+    elif len(set(listed)) < len(listed):
+        problem = f"{listed} repeats a layer"
+    elif min(listed) < 0 or max(listed) >= num_layers:
+        problem = f"{listed} is out of range"
+    elif num_layers - 1 in listed:
+        problem = f"{listed} has the last layer, whose output comes out normalised"
+    else:
+        return None
+    return f"{problem}; name distinct layers from 0 to {num_layers - 2} of {num_layers}"
+
+
 def _refuse_not_built(flat: dict[str, Any]) -> None:
     """Take the fields with a single supported value out of `flat`, or say what is not built."""
     projector = flat.pop("projector_type", None)
@@ -231,9 +249,10 @@ def _refuse_not_built(flat: dict[str, Any]) -> None:
         if value not in allowed:
             raise NotBuiltError(f"{name} {value!r} is not built; {allowed[0]!r} is")
     head = flat.get("markov_head_type")
-    if flat.get("markov_rank") != 0 and head not in HEAD_TYPES:
+    if head not in HEAD_TYPES:  # whatever the rank: a type that is not known is not skipped
         raise NotBuiltError(f"markov_head_type {head!r} is not built; {', '.join(HEAD_TYPES)} are")
-    for layer_type in flat.get("layer_types") or ():
+    layer_types = flat.get("layer_types")
+    for layer_type in layer_types if isinstance(layer_types, list | tuple) else ():
         if layer_type not in (FULL, SLIDING):
             raise NotBuiltError(f"layer_types {layer_type!r} is not built; {FULL}, {SLIDING} are")
 

@@ -12,10 +12,10 @@ from torch_port.errors import UserError
 from torch_port.models.dspark import DSparkDraft, FrozenTarget
 from torch_port.objective.evaluate import batch_denominators, forward_batch
 from torch_port.objective.loss import (
+    Denominators,
     Numerators,
     assemble_loss,
     check_denominators,
-    reduce_denominators,
 )
 from torch_port.objective.metrics import Pair, add_pairs, ratios
 
@@ -24,7 +24,7 @@ from torch_port.objective.metrics import Pair, add_pairs, ratios
 def evaluate(
     draft: DSparkDraft, batches: Iterable[Batch], target: FrozenTarget, objective: ObjectiveConfig
 ) -> dict[str, float | list[float]]:
-    """Return the loss and every metric of §9 over all batches taken as one.
+    """Return the loss and every metric of §9 over all batches taken as one, on this process.
 
     Numerators and denominators are summed before they are divided, so batches of unequal size do
     not weigh the same.
@@ -41,7 +41,8 @@ def evaluate(
         local.append(batch_denominators(draft, batch, objective))
     if not sums:
         raise UserError("nothing to evaluate: no batch was given; prepare held-out samples")
-    denominators = reduce_denominators(torch.stack(local).sum(0), draft.prunes_vocabulary)
+    den, ce_den = torch.stack(local).sum(0)
+    denominators = Denominators(den, ce_den if draft.prunes_vocabulary else den)
     check_denominators(denominators.den.item(), denominators.ce_den.item(), objective)
     ce, l1, confidence = torch.stack(sums).sum(0)
     loss = assemble_loss(

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 TINY = """
 import sys
@@ -22,7 +22,7 @@ recipe = Recipe(
     intermediate_size=48, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
     target_steps=3, target_batch=4, target_lr=1e-3, target_warmup=1, capture_train=12,
     capture_heldout=6, draft_vocab_size=100, block_size=4, markov_rank=8, anchors=4,
-    draft_steps=6, draft_batch=2, draft_warmup=2, parity_steps=2,
+    draft_steps=6, draft_batch=2, draft_warmup=2, parity_steps=2, tau_gain=-1.0,
 )
 agrees = run_demo(recipe, Path(sys.argv[1]), False, Console())
 sys.exit(0 if agrees else 1)
@@ -77,26 +77,56 @@ def test_specification_agrees(tiny_run: tuple[Path, str]) -> None:
     assert parity["ran"]
     assert parity["agrees"]
     names = [check["name"] for check in parity["checks"]]
-    assert len(names) == 3 * 3 + 2 * 2
+    assert len(names) == 3 * (3 + 1) + 2 * 2
+    assert sum("stored log normaliser" in name for name in names) == 3
     assert sum("every gradient" in name for name in names) == 3
     assert len(parity["trajectory"]) == 2
     assert re.search(r"parity: ok .*every gradient", stdout)
 
 
-def test_disagreement_is_found_and_told(tiny_run: tuple[Path, str]) -> None:
-    """Fault: `parity demo` agreeing whatever the files say. One weight is made unreadable."""
+def test_a_wrong_number_is_found(
+    tiny_run: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault: `parity demo` agreeing whatever the numbers say. One gradient moves by 1e-6."""
+    import parity.checks.losses
+    from parity.demo import check_demo
+    from parity.sides import run_port
+
+    def wrong(case, dtype):
+        answer = run_port(case, dtype)
+        answer.gradients["fc.weight"][0, 0] += 1e-6
+        return answer
+
+    monkeypatch.setattr(parity.checks.losses, "run_port", wrong)
+    result = check_demo(tiny_run[0], lambda text: None)
+    failed = [check["name"] for check in result["checks"] if not check["passed"]]
+    assert not result["agrees"]
+    assert len(failed) == 3
+    assert all("every gradient" in name for name in failed)
+
+
+def test_a_case_that_cannot_be_compared_fails(tiny_run: tuple[Path, str]) -> None:
+    """Fault: a side that refuses or breaks off counted as agreement, or ending in a traceback."""
     out, _ = tiny_run
     case = out / "parity" / "full-trained" / "case.json"
     before = case.read_text()
     document = json.loads(before)
     document["config"]["dflash_config"]["markov_head_type"] = "lstm"
+    steps = out / "parity" / "training" / "tensors.safetensors"
+    held = steps.read_bytes()
+    tensors = load_file(steps)
     try:
         case.write_text(json.dumps(document))
+        tensors["steps/1/loss_mask"].zero_()
+        save_file(tensors, steps)
         done = run(["-m", "parity", "demo", str(out)])
     finally:
         case.write_text(before)
+        steps.write_bytes(held)
     assert done.returncode == 1
-    assert "FAIL full, trained" in done.stdout
+    assert "Traceback" not in done.stderr
+    assert re.search(r"FAIL full, trained.*not built", done.stdout)
+    assert re.search(r"FAIL AdamW steps, float64: not compared.*no supervised", done.stdout)
     assert not json.loads((out / "parity.json").read_text())["agrees"]
 
 
@@ -115,7 +145,7 @@ def test_output_that_holds_a_run_is_refused(tmp_path: Path) -> None:
     """Faults: an earlier run mixed with a new one; somebody's files removed by --overwrite."""
     held = tmp_path / "held"
     held.mkdir()
-    (held / "run.json").write_text("{}")
+    (held / "demo-run.json").write_text('{"command": "torch-port demo"}')
     done = cli("demo", "--quick", "--out", "held", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("Error: --out held already holds a run")
@@ -123,6 +153,7 @@ def test_output_that_holds_a_run_is_refused(tmp_path: Path) -> None:
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "thesis.tex").write_text("years of work")
+    (foreign / "demo-run.json").write_text('{"algorithm": "dspark"}')  # a marker of somebody else
     done = cli("demo", "--quick", "--out", "foreign", "--overwrite", cwd=tmp_path)
     assert done.returncode == 2
     assert "no run of the demo" in done.stderr
@@ -132,6 +163,22 @@ def test_output_that_holds_a_run_is_refused(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "is a file" in done.stderr
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "foreign", "held"]
+
+
+def test_unusable_cache_leaves_the_earlier_run_alone(tmp_path: Path) -> None:
+    """Faults: --overwrite removing a run before anything was checked; a half-made new directory."""
+    held = tmp_path / "held"
+    held.mkdir()
+    (held / "demo-run.json").write_text('{"command": "torch-port demo"}')
+    (held / "report.html").write_text("the earlier report")
+    (tmp_path / "cache").write_text("a file where the cache should be")
+    for out in (["--out", "held", "--overwrite"], ["--out", "fresh"], []):
+        done = cli("demo", "--quick", *out, cwd=tmp_path)
+        assert done.returncode == 2
+        assert done.stderr.startswith("Error: ")
+        assert "TORCH_PORT_CACHE" in done.stderr
+    assert (held / "report.html").read_text() == "the earlier report"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["cache", "held"]
 
 
 def test_help_teaches(tmp_path: Path) -> None:
@@ -146,11 +193,29 @@ def test_every_run_gets_its_own_directory(tmp_path: Path, monkeypatch: pytest.Mo
     from torch_port.demo.output import open_output
 
     monkeypatch.chdir(tmp_path)
-    made = {open_output(None, False, {}) for _ in range(3)}
+    made = {open_output(None, False, "tiny") for _ in range(3)}
     assert len(made) == 3
-    assert all((directory / "run.json").is_file() for directory in made)
+    assert all((directory / "demo-run.json").is_file() for directory in made)
     replaced = tmp_path / "again"
-    open_output(replaced, False, {})
+    open_output(replaced, False, "tiny")
     (replaced / "old").mkdir()
-    open_output(replaced, True, {})
-    assert [p.name for p in replaced.iterdir()] == ["run.json"]
+    open_output(replaced, True, "tiny")
+    assert [p.name for p in replaced.iterdir()] == ["demo-run.json"]
+
+
+@pytest.mark.parametrize(("trained", "learned"), [(1.6, True), (1.2, False)])
+def test_a_draft_that_did_not_learn_is_no_success(trained: float, learned: bool) -> None:
+    """Fault: an exit status of 0 whatever training did. τ 1.1 untrained, a gain of 0.3 asked."""
+    import io
+    from types import SimpleNamespace
+
+    from rich.console import Console
+
+    from torch_port.demo.recipe import FULL
+    from torch_port.demo.run import _learned
+
+    said = io.StringIO()
+    heldout = {"untrained": {"tau": 1.1}, "trained": {"tau": trained}}
+    run_ = SimpleNamespace(metrics={"heldout": heldout})
+    assert _learned(run_, FULL, Console(file=said)) is learned
+    assert ("NOT" in said.getvalue()) is not learned

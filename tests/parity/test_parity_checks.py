@@ -50,12 +50,13 @@ def test_losses_metrics_and_gradients(
 ) -> None:
     """Fault: anything on which the two read the sheet differently where no vector looks.
 
+    A case that one side alone refuses is a disagreement (a port that refused every batch with few
+    kept labels went unseen before).
+
     float64: two right programs agree to about 1e-14; TOLERANCE has its reason beside it. Draft and
     teacher are unrelated random numbers, so the kink of the L1 is never near.
     """
     result = cross_check(random_case(name, seed, density, alphas), "float64")
-    if result.problem is not None and "target tokens" in result.problem:
-        return  # both must refuse then: test_both_refuse
     assert result.passes(TOLERANCE["float64"]), (result.problem, result.worst_named())
 
 

@@ -19,6 +19,12 @@ def test_every_rule_goes_both_ways(rule) -> None:
         assert torch_name(path) == (name, rule.transpose)
 
 
+def test_exactly_the_kernels_transpose() -> None:
+    """Fault: one kernel of the table not transposed; q_proj and o_proj are often square."""
+    for rule in TABLE:
+        assert rule.transpose == rule.flax.endswith("/kernel"), rule.torch
+
+
 def test_kernels_transpose_by_name_even_when_square() -> None:
     """Fault: a kernel not transposed; on a square one no shape would tell."""
     square = np.arange(9.0).reshape(3, 3)

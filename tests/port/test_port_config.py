@@ -41,6 +41,7 @@ def test_round_trip_through_the_field_schema() -> None:
     [
         ({"projector_type": "dflash"}, "projector_type 'dflash'"),
         ({"markov_head_type": "lstm"}, "markov_head_type 'lstm'"),
+        ({"markov_head_type": "lstm", "markov_rank": 0}, "markov_head_type 'lstm'"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
     ],
@@ -54,6 +55,9 @@ def test_what_is_not_built_is_said_so(changes: dict[str, object], words: str) ->
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"layer_types": 5}, "layer_types"),
+        ({"layer_types": "full_attention"}, "layer_types"),
+        ({"vocab_size": True}, "vocab_size"),
         ({"target_layer_ids": [0, 3]}, "last"),
         ({"target_layer_ids": [2, 2]}, "repeats"),
         ({"layer_types": ["full_attention"]}, "num_hidden_layers"),
@@ -86,4 +90,11 @@ def test_objective_and_optimizer_ranges() -> None:
     with pytest.raises(ValueError, match="loss_decay_gamma"):
         ObjectiveConfig(loss_decay_gamma=0.0)
     with pytest.raises(UserError, match="warmup_steps"):
-        OptimizerConfig(peak_rate=1e-3, warmup_steps=11, total_steps=10)
+        OptimizerConfig(peak_rate=1e-3, warmup_steps=10, total_steps=10)
+    with pytest.raises(UserError, match="betas"):
+        OptimizerConfig(peak_rate=1e-3, warmup_steps=1, total_steps=10, betas=(0.9, 2.0))
+    for name, value in (("ce_alpha", "0.1"), ("l1_alpha", True), ("detach_confidence", "yes")):
+        with pytest.raises(UserError, match=name):  # nothing is coerced
+            ObjectiveConfig(**{name: value})
+    with pytest.raises(UserError, match="dflash_config"):
+        DraftConfig.from_hf([1])

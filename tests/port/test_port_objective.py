@@ -88,6 +88,8 @@ def naive_loss(model, b, frozen, objective=OBJECTIVE) -> tuple[Tensor, dict[str,
     else:
         loss = (o.ce_alpha * ce + o.l1_alpha * l1 + o.confidence_alpha * conf) / den
     return loss, {
+        "ce": float((ce / ce_den).detach()),
+        "l1": float((l1 / den).detach()),
         "acc": correct / count,
         "coverage": inside / count,
         "mass": mass / count,
@@ -111,6 +113,8 @@ def test_loss_and_every_gradient_against_naive(changes: dict) -> None:
         scale = float(gradient.abs().max())
         torch.testing.assert_close(got[name], gradient, rtol=0, atol=1e-12 * scale, msg=name)
     metrics = ratios(outcome.metrics)
+    assert metrics["ce_loss"] == pytest.approx(numbers["ce"], rel=1e-12)
+    assert metrics["l1_loss"] == pytest.approx(numbers["l1"], rel=1e-12)
     assert metrics["acc"] == pytest.approx(numbers["acc"], rel=1e-12)
     assert metrics["tau_probabilistic"] == pytest.approx(numbers["tau"], rel=1e-12)
     if not changes:
@@ -386,3 +390,19 @@ def test_no_device_sync_boolean_index_or_float64_in_the_step() -> None:
     }
     assert not watch.seen & forbidden
     assert not watch.doubles
+
+
+def test_bf16_teacher_keeps_its_mass() -> None:
+    """Fault: teacher logits rounded to bf16 against a float32 normaliser: kept mass up to 1.28.
+
+    Against float64 on the same bf16-rounded inputs; float32 products and sums of 8 terms: 1e-5.
+    """
+    b = batch().to(torch.device("cpu"), torch.bfloat16)
+    exact = b.to(torch.device("cpu"), torch.float64)
+    frozen = target()
+    low = FrozenTarget(frozen.embed_tokens.bfloat16(), (6 * frozen.lm_head).bfloat16())
+    high = FrozenTarget(low.embed_tokens.double(), low.lm_head.double())
+    got = loss_of(draft().bfloat16(), b, low)[1].terms
+    want = loss_of(draft(), exact, high)[1].terms
+    assert got.kept_mass.max() <= 1 + 1e-6
+    torch.testing.assert_close(got.kept_mass.double(), want.kept_mass, rtol=0, atol=1e-5)

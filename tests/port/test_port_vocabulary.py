@@ -47,6 +47,11 @@ def test_narrow_corpus_fills_with_lowest_unused_ids() -> None:
         ({"size": V + 1}, "draft_vocab_size"),
         ({"size": True}, "draft_vocab_size"),
         ({"size": 3, "pinned": [V]}, "pinned ids must lie in"),
+        ({"size": 3, "pinned": [3.7]}, "pinned ids must be whole numbers, not 3.7"),
+        ({"size": 3, "pinned": ["4"]}, "pinned ids must be whole numbers"),
+        ({"size": 3, "pinned": [True]}, "pinned ids must be whole numbers"),
+        ({"size": 3, "tokenizer_size": 4.0}, "tokenizer_size must be a whole number"),
+        ({"size": 1, "tokenizer_size": 1}, "padding rows"),
         ({"size": 11, "tokenizer_size": 10}, "produces only 10 ids"),
     ],
 )
@@ -63,6 +68,7 @@ def test_selection_properties(values: list[int], data: st.DataObject) -> None:
     """K distinct ascending ids, pins among them, nothing better left out, padding never kept."""
     c = np.array(values, dtype=np.int64)
     usable = data.draw(st.integers(1, len(c)))
+    c[usable:] = 0
     size = data.draw(st.integers(1, usable))
     pins = data.draw(st.sets(st.integers(0, usable - 1), max_size=size))
     kept = select_by_count(c, size, pins, usable)
@@ -200,7 +206,13 @@ def test_unreadable_map_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "cut.safetensors").write_bytes(b"\x10\x00")
     (tmp_path / "cut.pt").write_bytes(b"no archive")
     torch.save({"t2d": toy_map()[0]}, tmp_path / "half.pt")
-    for name in ("cut.safetensors", "cut.pt", "half.pt", "absent.safetensors"):
+    torch.save({"t2d": [True], "d2t": [0]}, tmp_path / "lists.pt")
+    torch.save(torch.zeros(3), tmp_path / "tensor.pt")
+    torch.save({"t2d": torch.tensor(True), "d2t": torch.tensor(0)}, tmp_path / "scalars.pt")
+    (tmp_path / "empty.pt").write_bytes(b"")
+    names = [path.name for path in tmp_path.iterdir()] + ["absent.safetensors"]
+    assert len(names) == 8
+    for name in names:
         with pytest.raises(UserError, match="no vocabulary map could be read"):
             load_map(tmp_path / name)
 
@@ -210,3 +222,17 @@ def test_config_of_another_vocabulary_is_not_taken(tmp_path: Path) -> None:
     wider = config.model_copy(update={"vocab_size": V + 4})
     with pytest.raises(UserError, match=r"t2d must be torch.bool of shape \[20\]"):
         DSparkDraft(wider).install_vocab_mapping(*toy_map())
+
+
+def test_map_files_that_keep_nothing_or_contradict_themselves(tmp_path: Path) -> None:
+    """Faults: K = 0 loaded as a map; metadata of another file beside the tensors."""
+    from safetensors.torch import save_file
+
+    none = {"t2d": torch.zeros(4, dtype=torch.bool), "d2t": torch.zeros(0, dtype=torch.int64)}
+    save_file(none, tmp_path / "none.safetensors")
+    with pytest.raises(UserError, match="keeps no id"):
+        load_map(tmp_path / "none.safetensors")
+    t2d, d2t = toy_map()
+    save_file({"t2d": t2d, "d2t": d2t}, tmp_path / "odd.safetensors", {"vocab_size": "99"})
+    with pytest.raises(UserError, match="vocab_size 99, its tensors 16"):
+        load_map(tmp_path / "odd.safetensors")

@@ -54,7 +54,7 @@ def collate(
 
     Arguments: feature samples (contracts §5); their ids, which seed the draws; N; V.
     Returns a `Batch` on the host.
-    Raises UserError for an id that counts and is no row of the target, naming the sample.
+    Raises UserError for an id that is no row of the target, naming the sample.
     """
     length = max(len(sample["input_ids"]) for sample in samples)
     for sample, sample_id in zip(samples, sample_ids, strict=True):
@@ -93,13 +93,14 @@ def batch_order(count: int, batch_size: int, seed: int, steps: int) -> Iterator[
     that all batches are alike.
     Raises UserError when there are fewer samples than a batch takes.
     """
-    per_epoch = count // batch_size
+    per_epoch = count // batch_size if batch_size > 0 else 0
     if per_epoch < 1:
         raise UserError(
             f"{count} trainable samples do not fill one batch of batch_size {batch_size}; "
-            "lower batch_size or prepare more data"
+            "set batch_size between 1 and their number, or prepare more data"
         )
     for step in range(steps):
         epoch, place = divmod(step, per_epoch)
-        order = np.random.default_rng([seed, epoch]).permutation(count)
+        if place == 0:
+            order = np.random.default_rng([seed, epoch]).permutation(count)
         yield epoch, torch.from_numpy(order[place * batch_size : (place + 1) * batch_size].copy())

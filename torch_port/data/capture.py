@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_port.config import target_layer_problem
 from torch_port.data.conversations import DataError
 from torch_port.objective.teacher import log_normalizer
 
@@ -44,21 +45,9 @@ def check_target_layer_ids(target_layer_ids: Sequence[int], num_layers: int) -> 
 
     Source: contracts §4; field note 25.
     """
-    ids = list(target_layer_ids)
-    if not ids:
-        problem = "none"
-    elif len(set(ids)) < len(ids):
-        problem = f"duplicates in {ids}"
-    elif min(ids) < 0 or max(ids) >= num_layers:
-        problem = f"{ids}, out of range"
-    elif num_layers - 1 in ids:
-        problem = f"{ids} with the last layer, whose output servers only have normalised"
-    else:
-        return
-    raise DataError(
-        f"target_layer_ids: expected distinct decoder layers from 0 to {num_layers - 2} of "
-        f"{num_layers}, found {problem}. Change target_layer_ids."
-    )
+    problem = target_layer_problem(target_layer_ids, num_layers)
+    if problem is not None:
+        raise DataError(f"target_layer_ids: {problem}")
 
 
 def capture(

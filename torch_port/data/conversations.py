@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
+# How a turn is rendered, in parts that are encoded apart; a corpus fingerprint covers the whole.
+_HEADER, _AFTER = "{role}\n", "\n"
+CHAT_TEMPLATE = TURN_START + _HEADER + "{content}" + TURN_END + _AFTER
 
 _FORMAT = '{"id": "…", "conversations": [{"role": "user", "content": "…"}, …]}'
 _REMEDY = f"Write each line as {_FORMAT} with the roles system, user and assistant."
@@ -130,9 +133,9 @@ def encode_conversation(
     ids: list[int] = []
     mask: list[bool] = []
     for turn in conversation.conversations:
-        header = [start, *_encode_text(tokenizer, f"{turn.role}\n")]
+        header = [start, *_encode_text(tokenizer, _HEADER.format(role=turn.role))]
         answer = [*_encode_text(tokenizer, turn.content), end]
-        newline = _encode_text(tokenizer, "\n")
+        newline = _encode_text(tokenizer, _AFTER)
         ids += header + answer + newline
         mask += [False] * len(header)
         mask += [turn.role == "assistant"] * len(answer)

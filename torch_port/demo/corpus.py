@@ -78,7 +78,7 @@ def build_corpus(
     for module, path in _modules(root, recipe.max_modules):
         try:
             pairs = function_pairs(path.read_text(encoding="utf-8"))
-        except (SyntaxError, ValueError):  # UnicodeDecodeError and null bytes are ValueErrors
+        except (OSError, SyntaxError, ValueError):  # no text, null bytes: ValueErrors
             skipped += 1
             continue
         heldout = is_heldout(module, recipe.heldout_percent)

@@ -145,13 +145,12 @@ def train_draft(
     peak = step_peak_bytes(draft, first, target, objective)
     before = evaluate(draft, heldout_batches(prepared, recipe), target, objective)
     curve: list[dict[str, Any]] = []
-    started, positions = time.perf_counter(), 0
+    tokens = _tokens_by_step(prepared, recipe)
+    started = time.perf_counter()
     with stage(f"{name} draft", recipe.draft_steps, console) as progress:
 
-        def on_step(report: StepReport, batch: Batch, _: float) -> None:
-            nonlocal positions
-            positions += batch.input_ids.numel()
-            rate = positions / (time.perf_counter() - started)
+        def on_step(report: StepReport, *_: object) -> None:
+            rate = tokens[report.step - 1] / (time.perf_counter() - started)
             curve.append(_point(report))
             progress.update(report.step, _detail(curve[-1], rate))
 
@@ -169,13 +168,23 @@ def train_draft(
         "draft_vocab_size": config.draft_vocab_size,
         "parameters": sum(p.numel() for p in draft.parameters()),
         "steps": recipe.draft_steps,
-        "tokens_per_second": positions / seconds,
+        "tokens_per_second": tokens[-1] / seconds,
         "step_seconds": seconds / recipe.draft_steps,
         "peak_bytes": peak,
         "curve": curve,
         "heldout": {"untrained": _summary(before), "trained": _summary(after)},
     }
     return DraftRun(untrained, draft, metrics)
+
+
+def _tokens_by_step(prepared: Prepared, recipe: Recipe) -> list[int]:
+    """Count the tokens, padding left out, that training has seen after each step."""
+    lengths, seen, total = prepared.train.lengths, [], 0
+    order = batch_order(len(lengths), recipe.draft_batch, recipe.draft_seed, recipe.draft_steps)
+    for _, rows in order:
+        total += sum(lengths[row] for row in rows.tolist())
+        seen.append(total)
+    return seen
 
 
 def _point(report: StepReport) -> dict[str, Any]:
@@ -191,11 +200,11 @@ def _point(report: StepReport) -> dict[str, Any]:
     }
 
 
-def _detail(point: dict[str, Any], positions_per_second: float) -> str:
+def _detail(point: dict[str, Any], tokens_per_second: float) -> str:
     parts = [f"loss {point['loss']:.3f}", f"τ {point['tau']:.2f}"]
     if point["coverage"] is not None:
         parts += [f"coverage {point['coverage']:.1%}", f"kept mass {point['kept_mass']:.1%}"]
-    return "  ".join([*parts, f"{positions_per_second:,.0f} tokens/s"])
+    return "  ".join([*parts, f"{tokens_per_second:,.0f} tokens/s"])
 
 
 def _summary(values: dict[str, float | list[float]]) -> dict[str, Any]:

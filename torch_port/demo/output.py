@@ -11,31 +11,62 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from torch_port.data.atomic import atomic_file
+from torch_port.data.atomic import atomic_directory, atomic_file
 from torch_port.data.batch import Batch
 from torch_port.errors import UserError
 from torch_port.models.dspark import DSparkDraft, FrozenTarget
 
-MARKER = "run.json"  # written first: it says that the directory is a run of ours
+MARKER = "demo-run.json"  # written first: it says that the directory is a run of the demo
+_COMMAND = "torch-port demo"
 
 
-def open_output(out: Path | None, overwrite: bool, description: dict[str, Any]) -> Path:
-    """Create the run's directory and mark it.
+def check_output(out: Path | None, overwrite: bool) -> None:
+    """Say before any work whether the run may write to `out`; nothing is touched.
+
+    Raises UserError when `out` is a file, holds a run of the demo and `overwrite` is off, or holds
+    anything that is no run of the demo (which is never removed).
+    """
+    if out is None or not out.exists():
+        return
+    if not out.is_dir():
+        raise UserError(f"--out {out} is a file; give a directory")
+    if any(out.iterdir()):
+        if not _is_demo_run(out):
+            raise UserError(
+                f"--out {out} holds files that are no run of the demo, and they are never removed; "
+                "choose another directory"
+            )
+        if not overwrite:
+            raise UserError(
+                f"--out {out} already holds a run; choose another directory or add --overwrite"
+            )
+
+
+def open_output(out: Path | None, overwrite: bool, recipe_name: str) -> Path:
+    """Create the run's directory, empty but for its marker.
 
     Without `out` the run gets a new directory `runs/demo-<time>` of its own.
 
-    Raises UserError when `out` holds a run and `overwrite` is off, or holds something that is no
-    run (which is never removed), or cannot be written.
+    Raises UserError as `check_output`, and when the directory cannot be written.
     """
+    check_output(out, overwrite)
     try:
-        directory = _fresh_directory() if out is None else _claim(out, overwrite)
-        write_json(directory / MARKER, description)
+        directory = _fresh_directory() if out is None else _emptied(out)
+        write_json(directory / MARKER, {"command": _COMMAND, "recipe": recipe_name})
     except OSError as error:
         raise UserError(
             f"--out {out or 'runs'}: the directory cannot be written ({error.strerror}); "
             "choose a directory you may write to"
         ) from None
     return directory
+
+
+def _is_demo_run(directory: Path) -> bool:
+    try:
+        content = json.loads((directory / MARKER).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and content.get("command") == _COMMAND
 
 
 def _fresh_directory() -> Path:
@@ -51,32 +82,20 @@ def _fresh_directory() -> Path:
             return directory
 
 
-def _claim(out: Path, overwrite: bool) -> Path:
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out} is a file; give a directory")
-    if out.is_dir() and any(out.iterdir()):
-        if not (out / MARKER).is_file():
-            raise UserError(
-                f"--out {out} holds files that are no run of the demo, and they are never removed; "
-                "choose another directory"
-            )
-        if not overwrite:
-            raise UserError(
-                f"--out {out} already holds a run; choose another directory or add --overwrite"
-            )
-        for entry in out.iterdir():
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink()
+def _emptied(out: Path) -> Path:
     out.mkdir(parents=True, exist_ok=True)
+    for entry in out.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
     return out
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write JSON atomically."""
     with atomic_file(path) as stream:
-        stream.write((json.dumps(content, indent=1) + "\n").encode())
+        stream.write((json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
 
 
 def save_case(
@@ -89,10 +108,9 @@ def save_case(
 ) -> None:
     """Write weights, frozen target and batches as a case (design note vectors.md, no expectation).
 
-    With `optimizer` the batches are the steps of a training run, else there is one batch. The
-    stored normaliser stays out: the other side computes its own.
+    With `optimizer` the batches are the steps of a training run, else there is one batch. Both
+    sides compute the log normaliser themselves; the stored one goes along to be compared.
     """
-    directory.mkdir(parents=True)
     tensors: dict[str, Tensor] = {f"weights/{n}": v for n, v in draft.state_dict().items()}
     tensors["target/embed_tokens.weight"] = target.embed_tokens
     tensors["target/lm_head.weight"] = target.lm_head
@@ -101,22 +119,29 @@ def save_case(
         place = "batch" if optimizer is None else f"steps/{index}"
         for name in (*names, "anchor_positions", "block_keep_mask"):
             tensors[f"{place}/{name}"] = getattr(batch, name)
-    # Cloned: safetensors refuses tensors that share memory, and a tied head shares E's.
-    save_file(
-        {n: v.detach().clone() for n, v in tensors.items()}, directory / "tensors.safetensors"
-    )
+        if optimizer is None and batch.target_log_normalizer is not None:
+            tensors["stored/target_log_normalizer"] = batch.target_log_normalizer
     case = {
         "format": 1,
         "name": directory.name,
         "config": draft.config.to_hf(),
         "objective": objective,
         "expect": {},
-    }
-    write_json(directory / "case.json", case | ({"optimizer": optimizer} if optimizer else {}))
+    } | ({"optimizer": optimizer} if optimizer else {})
+    # Cloned: safetensors refuses tensors that share memory, and a tied head shares E's.
+    copies = {name: value.detach().clone() for name, value in tensors.items()}
+    _save(directory, ("tensors", copies), ("case", case))
 
 
 def save_draft(directory: Path, draft: DSparkDraft) -> None:
     """Write a draft in the field's `hf` layout: config.json and model.safetensors."""
-    directory.mkdir(parents=True)
-    save_file(draft.state_dict(), directory / "model.safetensors", {"format": "pt"})
-    write_json(directory / "config.json", draft.config.to_hf())
+    _save(directory, ("model", draft.state_dict()), ("config", draft.config.to_hf()))
+
+
+def _save(
+    directory: Path, tensors: tuple[str, dict[str, Tensor]], document: tuple[str, dict[str, Any]]
+) -> None:
+    """Write a safetensors and a JSON file into a new directory, both or neither."""
+    with atomic_directory(directory) as temporary:
+        save_file(tensors[1], temporary / f"{tensors[0]}.safetensors", {"format": "pt"})
+        write_json(temporary / f"{document[0]}.json", document[1])

@@ -68,6 +68,8 @@ class Recipe:
     draft_warmup: int = _draft(20)
     draft_seed: int = _draft(0)
     parity_steps: int = _draft(10)
+    # What τ on held-out modules must gain by training for the demo to have worked.
+    tau_gain: float = _draft(0.3)
 
     def fingerprint(self) -> str:
         """Name of everything the cache holds: corpus, tokenizer, target and features.
@@ -111,4 +113,5 @@ QUICK = Recipe(
     draft_steps=60,
     draft_warmup=8,
     parity_steps=4,
+    tau_gain=0.1,
 )

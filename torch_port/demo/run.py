@@ -22,7 +22,7 @@ from rich.console import Console
 from safetensors import safe_open
 from torch import Tensor
 
-from torch_port.data.conversations import TURN_END, TURN_START
+from torch_port.data.conversations import CHAT_TEMPLATE
 from torch_port.data.fingerprints import corpus_fingerprint, tokenizer_fingerprint
 from torch_port.demo.drafts import (
     DraftRun,
@@ -33,7 +33,7 @@ from torch_port.demo.drafts import (
     train_draft,
     training_batches,
 )
-from torch_port.demo.output import open_output, save_case, save_draft, write_json
+from torch_port.demo.output import check_output, open_output, save_case, save_draft, write_json
 from torch_port.demo.prepare import Prepared, prepare
 from torch_port.demo.recipe import Recipe
 from torch_port.demo.report import terminal_table, write_report
@@ -44,20 +44,22 @@ from torch_port.vocabulary.files import save_map
 from torch_port.vocabulary.mapping import buffers_from_kept
 from torch_port.vocabulary.selection import coverage, select_by_count
 
-CHAT_TEMPLATE = f"{TURN_START}{{role}}\n{{content}}{TURN_END}\n"
 PARITY_BATCH = 2  # samples per batch of the cross-check: the spec keeps [slots, V] in float64
 
 
 def run_demo(recipe: Recipe, out: Path | None, overwrite: bool, console: Console) -> bool:
-    """Run the demo; return whether port and specification agree (True when not checked).
+    """Run the demo; return whether it came out well: the draft learned, nothing disagrees.
 
-    Raises UserError for a bad output directory or an unusable cache; nothing is written then.
+    Without jax the cross-check does not run, and that is no failure; one that breaks off is.
+
+    Raises UserError for a bad output directory or an unusable cache; `out` is untouched then.
     """
+    check_output(out, overwrite)
     started = datetime.now(UTC)
     clock = time.perf_counter()
-    directory = open_output(out, overwrite, {"command": "demo", "recipe": recipe.name})
-    console.print(f"[bold]torch-port demo[/] ({recipe.name}) → {directory}", highlight=False)
+    console.print(f"[bold]torch-port demo[/] ({recipe.name})", highlight=False)
     prepared = _prepare(recipe, console)
+    directory = open_output(out, overwrite, recipe.name)
     seconds = dict(prepared.seconds)
     target = FrozenTarget(prepared.embedding, prepared.head)
     vocabulary, buffers = _vocabulary(prepared, recipe, directory, console)
@@ -96,7 +98,20 @@ def run_demo(recipe: Recipe, out: Path | None, overwrite: bool, console: Console
     write_report(metrics, directory / "report.html")
     console.print(terminal_table(metrics))
     console.print(f"Report: {directory / 'report.html'}", highlight=False, soft_wrap=True)
-    return parity["agrees"] is not False
+    return _learned(runs["pruned"], recipe, console) and parity["agrees"] is not False
+
+
+def _learned(run: DraftRun, recipe: Recipe, console: Console) -> bool:
+    """Say whether the pruned draft's τ on held-out modules rose by what the recipe asks."""
+    heldout = run.metrics["heldout"]
+    gain = heldout["trained"]["tau"] - heldout["untrained"]["tau"]
+    learned = gain >= recipe.tau_gain
+    console.print(
+        f"τ on held-out modules {'rose' if learned else 'did NOT rise enough:'} by {gain:+.2f} "
+        f"({recipe.tau_gain:+.2f} asked)",
+        highlight=False,
+    )
+    return learned
 
 
 def _prepare(recipe: Recipe, console: Console) -> Prepared:
@@ -222,8 +237,8 @@ def _run_parity(directory: Path, console: Console) -> dict[str, Any]:
     status = process.returncode
     result = directory / "parity.json"
     if not result.is_file():
-        why = f"`parity demo` ended with status {status}: {lines[-1] if lines else 'no output'}"
-        return {"ran": False, "why_not": why, "agrees": None, "checks": [], "trajectory": []}
+        why = f"`parity demo` broke off with status {status}: {lines[-1] if lines else ''}"
+        return {"ran": False, "why_not": why, "agrees": False, "checks": [], "trajectory": []}
     return {"ran": True, "why_not": None, **json.loads(result.read_text())}
 
 

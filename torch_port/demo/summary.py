@@ -153,8 +153,8 @@ def _memory_headline(metrics: Mapping[str, Any]) -> Headline:
     pruned = look(metrics, "runs", "pruned", "peak_bytes")
     full = look(metrics, "runs", "full", "peak_bytes")
     sentence = (
-        f"A training step peaks at {size(pruned)} with the pruned vocabulary and at {size(full)} "
-        f"without pruning: {ratio(pruned, full)} as much."
+        f"Forward and backward of a step peak at {size(pruned)} with the pruned vocabulary and at "
+        f"{size(full)} without pruning: {ratio(pruned, full)} as much."
     )
     if ratio(pruned, full) == NONE:
         sentence = "The peak memory of the two training steps was not measured."

@@ -137,11 +137,14 @@ def ratio(part: object, whole: object) -> str:
 def change(after: object, before: object) -> str:
     """after − before with its sign, "–" where either is no number.
 
-    >>> change(1.5, 2), change(2, 1.5)
-    ('−0.50', '+0.50')
+    >>> change(1.5, 2), change(2, 1.5), change(1.499, 1.5)
+    ('−0.50', '+0.50', '±0.00')
     """
     a, b = finite(after), finite(before)
-    return NONE if a is None or b is None else f"{a - b:+.2f}".replace("-", "−")
+    if a is None or b is None:
+        return NONE
+    text = f"{a - b:+.2f}".replace("-", "−")
+    return "±0.00" if text in ("−0.00", "+0.00") else text
 
 
 def points(after: object, before: object) -> str:

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torch_port.data.conversations import TURN_END, TURN_START
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
-TURN_START = "<|im_start|>"
-TURN_END = "<|im_end|>"
 MASK = "<|mask|>"
 PAD = "<|pad|>"
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END, MASK, PAD)

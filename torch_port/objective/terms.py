@@ -123,7 +123,9 @@ def _chunk_terms(
     logits = _where_evaluated(M, _wide(draft.logits(chunk.hidden, e, head_KH)))
     confidence = draft.confidence(chunk.hidden, e, objective.detach_confidence)
     with torch.no_grad():
-        teacher = _where_evaluated(M, _wide(chunk.teacher_state @ head_KH.T))
+        # Widened before the product: one rounded to bf16 does not fit its float32 normaliser, and
+        # the kept mass came out up to 1.28.
+        teacher = _where_evaluated(M, _wide(chunk.teacher_state) @ _wide(head_KH).T)
         conditional = teacher.softmax(-1)
         if draft.prunes_vocabulary:
             true = (teacher - _where_evaluated(M, chunk.teacher_normalizer).unsqueeze(-1)).exp()

@@ -22,29 +22,33 @@ class OptimizerConfig(Settings):
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
-    max_grad_norm: float = Field(default=1.0, gt=0)
+    max_grad_norm: float = Field(default=1.0, gt=0, allow_inf_nan=True)  # ∞ clips nothing
 
     @model_validator(mode="after")
-    def _warm_within_total(self) -> OptimizerConfig:
-        if self.warmup_steps > self.total_steps:
+    def _consistent(self) -> OptimizerConfig:
+        if self.warmup_steps >= self.total_steps:
             raise ValueError(
-                f"warmup_steps ({self.warmup_steps}) exceeds total_steps ({self.total_steps}); "
-                "the rate would never reach its peak"
+                f"warmup_steps ({self.warmup_steps}) must lie below total_steps "
+                f"({self.total_steps}), or the rate never comes down again"
             )
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must lie in 0 … 1 (1 excluded), not {list(self.betas)}")
         return self
 
 
 def rate_at(step: int, config: OptimizerConfig) -> float:
     """Return the learning rate of step t, counted from 1.
 
-    peak·t/warm for t ≤ warm, then final + (peak − final)·½(1 + cos(π·(t − warm)/(total − warm))).
+    peak·t/warm for t ≤ warm, then final + (peak − final)·½(1 + cos(π·(t − warm)/(total − warm)));
+    past the last step it stays at final.
 
     >>> config = OptimizerConfig(peak_rate=1.0, warmup_steps=4, total_steps=20)
-    >>> [rate_at(t, config) for t in (1, 4, 12, 20)]
-    [0.25, 1.0, 0.5, 0.0]
+    >>> [rate_at(t, config) for t in (1, 4, 12, 20, 25)]
+    [0.25, 1.0, 0.5, 0.0, 0.0]
     """
     peak, final = config.peak_rate, config.final_rate
     warm, total = config.warmup_steps, config.total_steps
+    step = min(step, total)
     if step <= warm:
         return peak * step / warm
     return final + (peak - final) * 0.5 * (1 + math.cos(math.pi * (step - warm) / (total - warm)))

@@ -31,8 +31,8 @@ def count_supervised_tokens(
         supervised = np.asarray(input_ids)[np.asarray(loss_mask) > 0.5]
         if supervised.size and (supervised.min() < 0 or supervised.max() >= vocab_size):
             raise UserError(
-                f"a supervised token has id {int(supervised.max())}, but vocab_size is "
-                f"{vocab_size}; tokenizer and target do not belong together"
+                f"supervised tokens span ids {int(supervised.min())} … {int(supervised.max())}, "
+                f"but vocab_size is {vocab_size}; tokenizer and target do not belong together"
             )
         counts += np.bincount(supervised, minlength=vocab_size)
     return counts

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
+from torch_port.data.atomic import atomic_file
 from torch_port.errors import UserError
 from torch_port.vocabulary.mapping import check_map
 
@@ -18,7 +18,8 @@ from torch_port.vocabulary.mapping import check_map
 _UNREADABLE = (
     OSError,
     SafetensorError,
-    KeyError,
+    LookupError,
+    EOFError,
     RuntimeError,
     TypeError,
     ValueError,
@@ -47,9 +48,9 @@ def save_map(
         "tokenizer_fingerprint": tokenizer_fingerprint,
         "coverage": repr(coverage),
     }
-    temporary = path.with_name(path.name + ".tmp")
-    save_file({"t2d": t2d_V, "d2t": d2t_K}, temporary, metadata)
-    os.replace(temporary, path)
+    content = save({"t2d": t2d_V, "d2t": d2t_K}, metadata)
+    with atomic_file(path) as stream:
+        stream.write(content)
 
 
 def load_map(path: Path) -> tuple[Tensor, Tensor, dict[str, str]]:
@@ -67,6 +68,10 @@ def load_map(path: Path) -> tuple[Tensor, Tensor, dict[str, str]]:
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         t2d, d2t = tensors["t2d"], tensors["d2t"]
+        if not (
+            isinstance(t2d, Tensor) and isinstance(d2t, Tensor) and t2d.dim() == d2t.dim() == 1
+        ):
+            raise TypeError("t2d and d2t must be vectors")
     except _UNREADABLE as error:
         first_line = str(error).split("\n", 1)[0]
         raise UserError(
@@ -74,4 +79,10 @@ def load_map(path: Path) -> tuple[Tensor, Tensor, dict[str, str]]:
             "expected a safetensors or .pt file with t2d (bool [V]) and d2t (int64 [K])"
         ) from None
     check_map(t2d, d2t, len(t2d), len(d2t))
+    for name, size in (("vocab_size", len(t2d)), ("draft_vocab_size", len(d2t))):
+        if metadata.get(name, str(size)) != str(size):
+            raise UserError(
+                f"{path}: its metadata says {name} {metadata[name]}, its tensors {size}; "
+                "the file was changed by hand, build the map again"
+            )
     return t2d, d2t, metadata

@@ -35,6 +35,10 @@ def check_map(t2d_V: Tensor, d2t_K: Tensor, vocab_size: int, draft_vocab_size: i
     The invariant: nonzero(t2d) equals arange(K) + d2t. From it follow K distinct ids in [0, V).
     Raises UserError, naming what was expected and what came. Source: spec sheet §2, contracts §1.
     """
+    if draft_vocab_size < 1:
+        raise UserError(
+            "vocabulary map: it keeps no id at all; build it again with K of at least 1"
+        )
     for name, tensor, dtype, size in (
         ("t2d", t2d_V, torch.bool, vocab_size),
         ("d2t", d2t_K, torch.int64, draft_vocab_size),

@@ -38,9 +38,16 @@ def select_by_count(
         )
     size = check_draft_vocab_size(size, len(counts))
     usable = len(counts) if tokenizer_size is None else tokenizer_size
-    if not 1 <= usable <= len(counts):
-        raise UserError(f"tokenizer_size is {usable}, but must lie in 1 … {len(counts)}")
-    pins = np.unique(np.fromiter(pinned, dtype=np.int64))
+    if type(usable) is not int or not 1 <= usable <= len(counts):
+        raise UserError(
+            f"tokenizer_size must be a whole number in 1 … {len(counts)}, not {usable!r}"
+        )
+    if counts[usable:].any():
+        raise UserError(
+            f"counts hold ids from tokenizer_size {usable} up, which are padding rows of the head "
+            "and cannot occur; is it the size of another tokenizer?"
+        )
+    pins = _pinned_ids(pinned)
     if pins.size and (pins[0] < 0 or pins[-1] >= usable):
         raise UserError(f"pinned ids must lie in 0 … {usable - 1}, not {pins[[0, -1]].tolist()}")
     if pins.size > size:
@@ -56,6 +63,15 @@ def select_by_count(
     order = np.argsort(-counts[:usable].astype(np.int64), kind="stable")  # stable: ties to lower id
     rest = order[~np.isin(order, pins)]
     return np.sort(np.concatenate([pins, rest[: size - pins.size]]))
+
+
+def _pinned_ids(pinned: Iterable[int]) -> Ids:
+    """Return distinct pinned ids, ascending; nothing is coerced, 3.7 would pin another token."""
+    given = list(pinned)
+    for value in given:
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            raise UserError(f"pinned ids must be whole numbers, not {value!r}")
+    return np.unique(np.array(given, dtype=np.int64))
 
 
 def coverage(kept: Ids, counts: Ids) -> float:

@@ -1,0 +1,88 @@
+"""The same small things written on both sides, compared: config reading and the vocabulary map."""
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxdraft.config import DraftConfig as SpecConfig
+from jaxdraft.vocabulary import build_map, map_from_buffers
+from parity.emit import _NESTED, _TOP
+from torch_port.config import DraftConfig as PortConfig
+from torch_port.vocabulary.mapping import buffers_from_kept, check_map
+from torch_port.vocabulary.selection import select_by_count
+
+VALUES = [None, 0, -1, 1, 2, 3, 5, 40, 41, True, 2.0, "2", [], [0, 2], [0, 3], [1, 1], "vanilla"]
+FIELDS = [(None, name) for name in _TOP] + [("dflash_config", name) for name in _NESTED]
+# What one side has built and the other has not yet: neither is wrong about the sheet.
+ONE_SIDE_ONLY = {"projector_type"}
+
+
+def outcome(call: Any) -> tuple[bool, Any]:
+    """Return (accepted, value); only an error meant for users counts as a refusal."""
+    try:
+        return True, call()
+    except (ValueError, NotImplementedError):
+        return False, None
+
+
+def test_every_field_with_odd_values() -> None:
+    """Fault: a config that one side reads and the other refuses, or that they read differently."""
+    shared = set(PortConfig.model_fields) & set(SpecConfig.__dataclass_fields__)
+    assert len(shared) > 18
+    for where, name in FIELDS:
+        if name in ONE_SIDE_ONLY:
+            continue
+        for value in VALUES:
+            raw = copy.deepcopy(_TOP | {"dflash_config": _NESTED})
+            (raw if where is None else raw[where])[name] = value
+            (port_ok, port) = outcome(lambda raw=raw: PortConfig.from_hf(raw))
+            (spec_ok, spec) = outcome(lambda raw=raw: SpecConfig.from_hf(raw))
+            assert port_ok == spec_ok, (name, value, "port" if port_ok else "spec", "accepts")
+            if port_ok:
+                for attribute in shared:
+                    assert getattr(port, attribute) == getattr(spec, attribute), (name, value)
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_same_counts_give_the_same_map(data: st.DataObject) -> None:
+    """Faults: another order of ties, pins or fill; an error on one side only."""
+    counts = np.array(data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=24)))
+    V = len(counts)
+    size = data.draw(st.integers(-1, V + 1))
+    pinned = data.draw(st.lists(st.integers(-1, V), max_size=4))
+    usable = data.draw(st.none() | st.integers(0, V + 1))
+    port_ok, kept = outcome(lambda: select_by_count(counts, size, pinned, usable))
+    spec_ok, spec = outcome(lambda: build_map(counts, size, pinned, usable))
+    assert port_ok == spec_ok, (counts, size, pinned, usable)
+    if port_ok:
+        import torch
+
+        t2d, d2t = buffers_from_kept(torch.from_numpy(kept), V)
+        assert np.array_equal(t2d.numpy(), np.asarray(spec.t2d))
+        assert np.array_equal(d2t.numpy(), np.asarray(spec.d2t))
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_the_same_buffers_are_refused(data: st.DataObject) -> None:
+    """Fault: an invariant checked on one side only. Small buffers, so that valid ones occur."""
+    import torch
+
+    V, K = data.draw(st.integers(1, 5)), data.draw(st.integers(0, 3))
+    t2d = np.array(data.draw(st.lists(st.booleans(), min_size=V, max_size=V)))
+    d2t = np.array(data.draw(st.lists(st.integers(-1, 3), min_size=K, max_size=K)), dtype=np.int64)
+    port_ok, _ = outcome(lambda: check_map(torch.from_numpy(t2d), torch.from_numpy(d2t), V, K))
+    spec_ok, _ = outcome(lambda: map_from_buffers(t2d, d2t))
+    assert port_ok == spec_ok, (t2d, d2t)
+
+
+@pytest.mark.parametrize("size", [True, 2.0, "2"])
+def test_sizes_are_not_coerced(size: Any) -> None:
+    for call in (select_by_count, build_map):
+        with pytest.raises(ValueError, match="size"):
+            call(np.ones(8, dtype=np.int64), size)
