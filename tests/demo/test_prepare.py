@@ -180,6 +180,7 @@ def test_fingerprint_follows_the_recipe():
         draft = entry.name.startswith(("draft_", "markov_", "parity_")) or entry.name in (
             "block_size",
             "anchors",
+            "tau_gain",
         )
         assert same == draft, entry.name
 
