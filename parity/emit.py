@@ -6,9 +6,11 @@ itself; `../shared/vectors` style sets from a third implementation do that.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from safetensors.numpy import save_file
 from parity.cases import FORMAT, Array, Case, CaseError
 from parity.sides import Answer, run_spec
 
+MANIFEST = "MANIFEST.json"
 V, K, H, S, B, N = 40, 10, 16, 20, 2, 4
 
 _NESTED: dict[str, Any] = {
@@ -127,7 +130,27 @@ def emit(directory: Path, overwrite: bool = False) -> list[str]:
         if recipe.error is not None and answer.error is None:
             raise RuntimeError(f"{recipe.name}: the spec does not refuse")
         _write(directory / recipe.name, case, answer, recipe.error)
+    _write_manifest(directory)
     return [recipe.name for recipe in RECIPES]
+
+
+def _write_manifest(directory: Path) -> None:
+    """Record what was written and by what: sha256 of each file, versions of spec and packages."""
+    files = [
+        directory / recipe.name / name
+        for recipe in RECIPES
+        for name in ("case.json", "tensors.safetensors")
+    ]
+    manifest = {
+        "format": FORMAT,
+        "spec": version("jaxdraft"),
+        "packages": {name: version(name) for name in ("jax", "jaxlib", "flax", "numpy")},
+        "files": {
+            file.relative_to(directory).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest()
+            for file in sorted(files)
+        },
+    }
+    (directory / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
 
 
 def _draw(recipe: Recipe, seed: int) -> Case:

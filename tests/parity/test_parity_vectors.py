@@ -1,5 +1,6 @@
 """The vectors, ours and the outside judge's, on both sides in both dtypes; and how they fail."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -204,3 +205,25 @@ def test_emit_replaces_nothing_unasked(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "already holds full-vanilla" in done.stderr
     assert [p.name for p in tmp_path.iterdir()] == ["full-vanilla"]
+
+
+def test_own_vectors_are_those_of_the_manifest() -> None:
+    """Fault: a vector edited by hand, or a file that the manifest does not know."""
+    manifest = json.loads((OWN / "MANIFEST.json").read_text())
+    held = {p.relative_to(OWN).as_posix() for p in OWN.glob("*/*")}
+    assert held == set(manifest["files"])
+    for name, digest in manifest["files"].items():
+        assert hashlib.sha256((OWN / name).read_bytes()).hexdigest() == digest, name
+    assert manifest["packages"].keys() == {"jax", "jaxlib", "flax", "numpy"}
+
+
+def test_emitting_twice_gives_the_same_bytes(tmp_path: Path) -> None:
+    """Fault: a seed left out, an order of a set, a time in a file."""
+    from parity.emit import emit
+
+    for name in ("one", "two"):
+        emit(tmp_path / name)
+    first = {p.relative_to(tmp_path / "one"): p for p in (tmp_path / "one").rglob("*.*")}
+    assert len(first) == 2 * len(list_cases(OWN)) + 1
+    for name, path in first.items():
+        assert (tmp_path / "two" / name).read_bytes() == path.read_bytes(), name
