@@ -9,6 +9,7 @@ Each module is one part of the specification sheet and each public function one 
 * ``teacher``: the conditional and the true teacher (§7)
 * ``objective``, ``metrics``: terms, sums, loss, metric pairs (§8, §9)
 * ``evaluate``: all of it, from arrays to an evaluation and its gradients
+* ``dflash``, ``dpace``: the bonus-anchor layout with its two objectives (§3, §12)
 * ``training``: learning rate, AdamW and the training step (§14)
 
 The working dtype is that of the parameters and inputs, float32 or float64; nothing here sets a
@@ -16,13 +17,22 @@ global option of jax.
 """
 
 from jaxdraft.config import DraftConfig, NotBuilt, ObjectiveConfig
+from jaxdraft.dflash import DFlashObjective, evaluate_dflash, gradients_dflash
 from jaxdraft.draft import DSparkDraft
 from jaxdraft.evaluate import Batch, Evaluation, Target, evaluate, gradients
 from jaxdraft.training import OptimizerConfig, TrainState, train_step
-from jaxdraft.vocabulary import VocabularyMap, build_map, identity_map, map_from_buffers
+from jaxdraft.vocabulary import (
+    VocabularyMap,
+    build_map,
+    build_map_by_mass,
+    identity_map,
+    map_from_buffers,
+    teacher_mass,
+)
 
 __all__ = [
     "Batch",
+    "DFlashObjective",
     "DSparkDraft",
     "DraftConfig",
     "Evaluation",
@@ -33,9 +43,13 @@ __all__ = [
     "TrainState",
     "VocabularyMap",
     "build_map",
+    "build_map_by_mass",
     "evaluate",
+    "evaluate_dflash",
     "gradients",
+    "gradients_dflash",
     "identity_map",
     "map_from_buffers",
+    "teacher_mass",
     "train_step",
 ]

@@ -9,6 +9,9 @@ from typing import Any
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
+DSPARK = "dspark"
+DFLASH = "dflash"
+LAYOUTS = {DSPARK: "anchor-first", DFLASH: "bonus-anchor"}
 
 _REQUIRED = frozenset(
     {
@@ -39,18 +42,15 @@ _OPTIONAL = frozenset(
         "initializer_range",
     }
 )
-_DFLASH_REQUIRED = frozenset(
-    {
-        "projector_type",
-        "target_layer_ids",
-        "mask_token_id",
-        "markov_rank",
-        "markov_head_type",
-        "enable_confidence_head",
-        "confidence_head_with_markov",
-    }
-)
+_DFLASH_REQUIRED = frozenset({"projector_type", "target_layer_ids", "mask_token_id"})
 _DFLASH_OPTIONAL = frozenset({"attention_mode"})
+# Required of a dspark draft; a dflash draft may leave them out and can have no other values.
+_NO_HEADS: dict[str, Any] = {
+    "markov_rank": 0,
+    "markov_head_type": "none",
+    "enable_confidence_head": False,
+    "confidence_head_with_markov": False,
+}
 _COUNTS = (
     "vocab_size",
     "hidden_size",
@@ -64,8 +64,8 @@ _COUNTS = (
 )
 
 # Fields of the schema with one value that is built; any other value changes the numbers.
+_ARCHITECTURES = {DSPARK: ["DSparkDraftModel"], DFLASH: ["DFlashDraftModel"]}
 _ONLY_BUILT: dict[str, Any] = {
-    "architectures": ["DSparkDraftModel"],
     "model_type": "qwen3",
     "hidden_act": "silu",
     "attention_bias": False,
@@ -85,11 +85,12 @@ class DraftConfig:
     """The draft of one checkpoint: sizes, layers, heads, layout (sheet §1, §4–§6).
 
     `draft_vocab_size` is resolved: K, with K = V for an unpruned draft. `markov_head_type` is
-    "none" exactly when `markov_rank` is 0. The layout is anchor-first.
+    "none" exactly when `markov_rank` is 0. `projector_type` decides the layout: "dspark" is
+    anchor-first, "dflash" is bonus-anchor and has neither head.
 
     Raises:
         ValueError: a value is off or two fields contradict each other; the message names them.
-        NotBuilt: a layer type or Markov head type outside this specification.
+        NotBuilt: a projector, layer or Markov head type outside this specification.
     """
 
     vocab_size: int
@@ -113,6 +114,7 @@ class DraftConfig:
     enable_confidence_head: bool
     confidence_head_with_markov: bool
     initializer_range: float | int = 0.02
+    projector_type: str = DSPARK
 
     def __post_init__(self) -> None:
         _check_config(self)
@@ -142,18 +144,17 @@ class DraftConfig:
         dflash = mapping["dflash_config"]
         if not isinstance(dflash, Mapping):
             raise ValueError(f"dflash_config: expected an object of draft fields, got {dflash!r}")
-        _check_fields("dflash_config", dflash, _DFLASH_REQUIRED, _DFLASH_OPTIONAL)
-        for field, built in _ONLY_BUILT.items():
-            if field in mapping and mapping[field] != built:
-                raise NotBuilt(f"{field} = {mapping[field]!r} is not built; only {built!r} is")
-        if dflash["projector_type"] != "dspark":
-            raise NotBuilt(
-                f"projector_type = {dflash['projector_type']!r} is not built; only 'dspark' "
-                "(the anchor-first layout) is"
-            )
+        heads = frozenset(_NO_HEADS)
+        if dflash.get("projector_type") == DFLASH:
+            _check_fields("dflash_config", dflash, _DFLASH_REQUIRED, _DFLASH_OPTIONAL | heads)
+        else:
+            _check_fields("dflash_config", dflash, _DFLASH_REQUIRED | heads, _DFLASH_OPTIONAL)
+        _check_projector(dflash["projector_type"])
+        _check_only_built(mapping, dflash["projector_type"])
         _check_attention_mode(mapping, dflash)
         top = {field: mapping[field] for field in _REQUIRED - {"dflash_config", "layer_types"}}
-        own = {f: dflash[f] for f in _DFLASH_REQUIRED - {"projector_type", "target_layer_ids"}}
+        own = {**_NO_HEADS, **{f: dflash[f] for f in heads & set(dflash)}}
+        own |= {f: dflash[f] for f in ("projector_type", "mask_token_id")}
         own["markov_head_type"] = _resolved_head_type(own)
         if "initializer_range" in mapping:
             top["initializer_range"] = mapping["initializer_range"]
@@ -191,27 +192,53 @@ class ObjectiveConfig:
     def __post_init__(self) -> None:
         for field in ("ce_alpha", "l1_alpha", "confidence_alpha"):
             value = getattr(self, field)
-            if not (_is_real(value) and value >= 0):
+            if not (is_real(value) and value >= 0):
                 raise ValueError(f"{field}: expected a finite number >= 0, got {value!r}")
-        decay = self.loss_decay_gamma
-        if decay is not None and not (_is_real(decay) and decay > 0):
-            raise ValueError(
-                f"loss_decay_gamma: expected a positive number, or null for no decay; got {decay!r}"
-            )
+        check_decay(self.loss_decay_gamma)
         _check_bool("detach_confidence", self.detach_confidence)
+
+
+def check_layout(config: DraftConfig, projector_type: str) -> None:
+    """Refuse a draft of the other layout, whose numbers would look fine and mean nothing.
+
+    Args:
+        config: what the draft is.
+        projector_type: the type whose layout the caller computes.
+
+    Raises:
+        ValueError: the config's `projector_type` is another one.
+
+    Source: sheet §3, last paragraph.
+    """
+    if config.projector_type != projector_type:
+        raise ValueError(
+            f"projector_type: expected {projector_type!r} (the {LAYOUTS[projector_type]} layout), "
+            f"got {config.projector_type!r} ({LAYOUTS[config.projector_type]}); the target rejects "
+            "nearly all of a draft used with the other layout than it was trained with: use "
+            f"the functions for {config.projector_type!r}"
+        )
 
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_real(value: object) -> bool:
+def is_real(value: object) -> bool:
+    """Whether a setting is a finite number; booleans are none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _check_bool(field: str, value: object) -> None:
     if not isinstance(value, bool):
         raise ValueError(f"{field}: expected true or false, got {value!r}")
+
+
+def check_decay(decay: float | int | None) -> None:
+    """Refuse a `loss_decay_gamma` that is neither a positive number nor null (§3.6)."""
+    if decay is not None and not (is_real(decay) and decay > 0):
+        raise ValueError(
+            f"loss_decay_gamma: expected a positive number, or null for no decay; got {decay!r}"
+        )
 
 
 def _as_tuple(field: str, value: object) -> tuple[Any, ...]:
@@ -232,6 +259,23 @@ def _check_fields(
     missing = sorted(required - set(mapping))
     if missing:
         raise ValueError(f"{where} lacks {', '.join(missing)}: add them")
+
+
+def _check_projector(projector_type: object) -> None:
+    if projector_type not in tuple(LAYOUTS):
+        raise NotBuilt(
+            f"projector_type = {projector_type!r} is not built; built are "
+            + " and ".join(f"{name!r} ({layout})" for name, layout in LAYOUTS.items())
+        )
+
+
+def _check_only_built(mapping: Mapping[str, Any], projector_type: str) -> None:
+    for field, built in {"architectures": _ARCHITECTURES[projector_type], **_ONLY_BUILT}.items():
+        if field in mapping and mapping[field] != built:
+            raise NotBuilt(
+                f"{field} = {mapping[field]!r} is not built; only {built!r} is, beside "
+                f"projector_type = {projector_type!r}"
+            )
 
 
 def _resolved_head_type(own: Mapping[str, Any]) -> Any:
@@ -258,6 +302,7 @@ def _check_attention_mode(mapping: Mapping[str, Any], dflash: Mapping[str, Any])
 
 
 def _check_config(config: "DraftConfig | SimpleNamespace") -> None:
+    _check_projector(config.projector_type)
     _check_sizes(config)
     _check_layers(config)
     _check_target_layers(config)
@@ -275,9 +320,14 @@ def _check_sizes(config: DraftConfig | SimpleNamespace) -> None:
             f"draft_vocab_size: expected a whole number from 1 to vocab_size = {V}, got {K!r}; "
             "leave it out (or null) for an unpruned draft"
         )
+    if config.projector_type == DFLASH and config.block_size < 2:
+        raise ValueError(
+            "block_size = 1 leaves projector_type 'dflash' nothing to predict: γ inputs give γ−1 "
+            "predictions; choose 2 or more"
+        )
     for field in ("rms_norm_eps", "rope_theta", "initializer_range"):
         value = getattr(config, field)
-        if not _is_real(value) or value <= 0:
+        if not is_real(value) or value <= 0:
             raise ValueError(f"{field}: expected a positive number, got {value!r}")
     if config.head_dim % 2:
         raise ValueError(
@@ -346,4 +396,10 @@ def _check_heads(config: DraftConfig | SimpleNamespace) -> None:
         raise ValueError(
             "confidence_head_with_markov is true, which needs enable_confidence_head = true and "
             f"markov_rank > 0; got {config.enable_confidence_head} and {rank}: set it to false"
+        )
+    if config.projector_type == DFLASH and (rank or config.enable_confidence_head):
+        raise ValueError(
+            f"projector_type 'dflash' has no heads, but markov_rank = {rank} and "
+            f"enable_confidence_head = {config.enable_confidence_head}: set 0 and false, or use "
+            "projector_type 'dspark'"
         )

@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxdraft.backbone import Backbone
-from jaxdraft.config import DraftConfig
+from jaxdraft.config import DSPARK, DraftConfig, check_layout
 from jaxdraft.heads import MARKOV_HEADS, ConfidenceHead
 
 
@@ -35,6 +35,7 @@ class DSparkDraft(nn.Module):
     def setup(self) -> None:
         """The backbone's parameters at the top level, `markov_head`, `confidence_head`."""
         config, dtype = self.config, self.param_dtype
+        check_layout(config, DSPARK)
         self.backbone = Backbone(config, dtype)
         nn.share_scope(self, self.backbone)
         if config.markov_head_type != "none":

@@ -128,6 +128,46 @@ def run_draft(
     )
 
 
+def read_slots(
+    config: DraftConfig,
+    target: Target,
+    vocabulary: VocabularyMap,
+    batch: Batch,
+    mask: Bool[Array, "batch blocks γ"],
+    tokens: Int[Array, "batch blocks γ"],
+    teacher_at: Int[Array, "batch blocks γ"],
+    out: DraftOutput,
+) -> Slots:
+    """What every slot says against what it is taught, in either layout, weighted by M alone.
+
+    Args:
+        config: says whether the draft prunes.
+        target: E and U.
+        vocabulary: the map.
+        batch: gives T.
+        mask: M [batch blocks γ].
+        tokens: labels, target ids [batch blocks γ].
+        teacher_at: where each slot's teacher stands [batch blocks γ].
+        out: the draft's logits, and its confidence logits if it has that head.
+
+    Returns:
+        The slots, finite where M is False; their weights are M, before any decay.
+
+    Source: sheet §7, §8.
+    """
+    kept, c = kept_ids(vocabulary), out.confidence_logits
+    z = counted_rows(mask, out.logits)
+    c = None if c is None else jnp.where(mask, c, 0)
+    states = blocks.at_positions(batch.target_last_hidden_states, teacher_at)
+    teacher_z = counted_rows(mask, teacher.teacher_logits(states, target.lm_head))
+    conditional = teacher.conditional_teacher(teacher_z, kept)
+    true = teacher.true_teacher(teacher_z, kept)
+    draft_labels = jnp.asarray(vocabulary.index)[jnp.where(mask, tokens, 0)]
+    terms = slot_terms(z, c, draft_labels, conditional, true, config.prunes)
+    w = mask.astype(z.dtype)
+    return Slots(mask, w, draft_labels, z, c, teacher_z[..., kept], true, terms)
+
+
 def evaluation(
     config: DraftConfig,
     detach_confidence: bool,
@@ -155,24 +195,16 @@ def evaluation(
     """
     kept, labels = kept_ids(vocabulary), read_labels(config, batch)
     out = run_draft(config, detach_confidence, params, target, kept, batch, labels.previous)
-    mask = labels.mask
-    z = counted_rows(mask, out.logits)
-    c = out.confidence_logits
-    c = None if c is None else jnp.where(mask, c, 0)
-    states = blocks.at_positions(batch.target_last_hidden_states, labels.teacher_at)
-    teacher_z = counted_rows(mask, teacher.teacher_logits(states, target.lm_head))
-    conditional = teacher.conditional_teacher(teacher_z, kept)
-    true = teacher.true_teacher(teacher_z, kept)
-    draft_labels = jnp.asarray(vocabulary.index)[jnp.where(mask, labels.tokens, 0)]
-    terms = slot_terms(z, c, draft_labels, conditional, true, config.prunes)
-    w = blocks.weights(mask, alphas.decay, z.dtype)
-    sums = weighted_sums(terms, w)
-    slots = Slots(mask, w, draft_labels, z, c, teacher_z[..., kept], true, terms)
+    slots = read_slots(
+        config, target, vocabulary, batch, labels.mask, labels.tokens, labels.teacher_at, out
+    )
+    slots = slots._replace(weights=blocks.weights(slots.mask, alphas.decay, out.logits.dtype))
+    sums = weighted_sums(slots.terms, slots.weights)
     return Evaluation(
         loss=loss(sums, sums.den, sums.ce_den, alphas, config.prunes),
         metrics=metric_pairs(slots, sums, config.prunes),
-        accept_probability=terms.accept,
-        eval_mask=mask,
+        accept_probability=slots.terms.accept,
+        eval_mask=slots.mask,
         draft_logits=out.logits,
         hidden=out.hidden,
         confidence_logits=out.confidence_logits,
@@ -234,8 +266,8 @@ def evaluate(
         Loss, metric pairs and slot arrays.
 
     Raises:
-        ValueError: nothing is supervised (the two errors of §8), or the map does not fit the
-            config.
+        ValueError: nothing is supervised (the two errors of §8), the map does not fit the
+            config, or the config is of the other layout (`jaxdraft.dflash`).
 
     Source: sheet §3–§9.
     """

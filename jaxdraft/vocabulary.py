@@ -10,7 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, Int64
+from jaxtyping import Array, Bool, Float, Float64, Int, Int64
+
+from jaxdraft import blocks
 
 PRUNED = -100
 
@@ -72,15 +74,72 @@ def build_map(
     [1, 3, 4]
     """
     counts = _checked_counts(counts)
-    V = counts.shape[0]
-    producible = _checked_tokenizer_size(tokenizer_size, counts)
-    _check_size(size, producible)
-    pins = _checked_pins(pinned, size, producible)
-    by_count = np.argsort(-counts[:producible], kind="stable")
-    chosen = np.concatenate([pins, by_count[~np.isin(by_count, pins)]])[:size]
-    t2d = np.zeros(V, dtype=np.bool_)
-    t2d[chosen] = True
-    return _map_of_kept(t2d)
+    producible = _checked_tokenizer_size(tokenizer_size, counts.shape[0])
+    if counts[producible:].any():
+        raise ValueError(
+            f"counts: ids from tokenizer_size = {producible} up are padding and cannot occur, but "
+            f"id {producible + int(counts[producible:].argmax())} has a count"
+        )
+    return _map_of_highest(counts, size, pinned, producible)
+
+
+def teacher_mass(
+    states: Float[Array, "batch seq hidden"],
+    loss_mask: Float[Array, "batch seq"],
+    lm_head: Float[Array, "vocab hidden"],
+) -> Float[Array, " vocab"]:
+    """How much probability the teacher gives each id, summed over supervised positions.
+
+    Σ over supervised positions t ≥ 1 of softmax(T_{t−1}·Uᵀ) over all of V: the teacher of
+    position t stands at t−1. The counterpart of counting the supervised tokens x_t; it adds up
+    over batches.
+
+    Args:
+        states: T, the target's final states [batch seq hidden].
+        loss_mask: m [batch seq].
+        lm_head: U [vocab hidden].
+
+    Returns:
+        The mass of each target id [V], padding rows included; it sums to the number of
+        supervised positions t ≥ 1.
+
+    Source: sheet §3.5, §7.
+    """
+    p = jax.nn.softmax(jnp.einsum("bsh,vh->bsv", states[:, :-1], lm_head), axis=-1)
+    on = blocks.supervised(loss_mask)[:, 1:, None]
+    return jnp.where(on, p, 0).sum(axis=(0, 1))
+
+
+def build_map_by_mass(
+    mass: Any, size: Any, pinned: Iterable[int] = (), tokenizer_size: int | None = None
+) -> VocabularyMap:
+    """The map of the K ids to which the teacher gives most probability.
+
+    Of all maps of K ids that hold the pinned ones and no padding row, it has the largest mean
+    kept mass over the positions that `mass` was summed over: that mean is Σ mass of kept ids /
+    their number. Order, pins, ties and fill are those of `build_map`. Sums of floating numbers
+    differ in the last bits between machines, so near ties may fall otherwise there: save the map.
+
+    Args:
+        mass: floating numbers [V], from `teacher_mass`; padding rows may have mass.
+        size: K.
+        pinned: ids kept whatever their mass.
+        tokenizer_size: V_tok; ids from there up are never kept. None means V.
+
+    Returns:
+        The map, t2d[V], d2t[K], index[V].
+
+    Raises:
+        ValueError: mass, size, pinned or tokenizer_size are off; the message names which.
+
+    Source: sheet §2 and the row `teacher_kept_mass` of §9.
+
+    >>> build_map_by_mass([0.0, 0.7, 0.2, 0.7, 0.4], 3, tokenizer_size=4).t2d.nonzero()[0].tolist()
+    [1, 2, 3]
+    """
+    mass = _checked_mass(mass)
+    producible = _checked_tokenizer_size(tokenizer_size, mass.shape[0])
+    return _map_of_highest(mass, size, pinned, producible)
 
 
 def identity_map(vocab_size: int) -> VocabularyMap:
@@ -186,6 +245,21 @@ def coverage(vocabulary: VocabularyMap, counts: Any) -> float:
     return int(counts[t2d].sum()) / total
 
 
+def _map_of_highest(
+    score: Int64[np.ndarray, " vocab"] | Float64[np.ndarray, " vocab"],
+    size: Any,
+    pinned: Iterable[int],
+    producible: int,
+) -> VocabularyMap:
+    _check_size(size, producible)
+    pins = _checked_pins(pinned, size, producible)
+    by_score = np.argsort(-score[:producible], kind="stable")
+    chosen = np.concatenate([pins, by_score[~np.isin(by_score, pins)]])[:size]
+    t2d = np.zeros(score.shape[0], dtype=np.bool_)
+    t2d[chosen] = True
+    return _map_of_kept(t2d)
+
+
 def _map_of_kept(t2d: Bool[np.ndarray, " vocab"]) -> VocabularyMap:
     kept = np.flatnonzero(t2d).astype(np.int64)
     draft_ids = np.arange(kept.shape[0], dtype=np.int64)
@@ -211,17 +285,23 @@ def _checked_counts(counts: Any) -> Int64[np.ndarray, " vocab"]:
     return array.astype(np.int64)
 
 
-def _checked_tokenizer_size(size: int | None, counts: Int64[np.ndarray, " vocab"]) -> int:
-    V = counts.shape[0]
+def _checked_mass(mass: Any) -> Float64[np.ndarray, " vocab"]:
+    array = np.asarray(mass)
+    if array.ndim != 1 or array.size == 0 or not np.issubdtype(array.dtype, np.floating):
+        raise ValueError(
+            f"mass: expected floating numbers [V], got {array.dtype} {list(array.shape)}; counts "
+            "are for build_map"
+        )
+    if not (np.isfinite(array) & (array >= 0)).all():
+        raise ValueError(f"mass: expected finite numbers >= 0, got {array.min()} to {array.max()}")
+    return array.astype(np.float64)
+
+
+def _checked_tokenizer_size(size: int | None, V: int) -> int:
     if size is None:
         return V
     if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= V:
         raise ValueError(f"tokenizer_size: expected a whole number from 1 to {V}, got {size!r}")
-    if counts[size:].any():
-        raise ValueError(
-            f"counts: ids from tokenizer_size = {size} up are padding and cannot occur, but "
-            f"id {size + int(counts[size:].argmax())} has a count"
-        )
     return size
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import importlib.util
+import time
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -13,6 +14,7 @@ from rich.console import Console
 from parity.cases import CaseError
 from parity.demo import check_demo
 from parity.emit import emit as write_vectors
+from parity.selection import compare_rules, markdown
 from parity.vectors import run_vectors
 
 app = typer.Typer(
@@ -126,6 +128,37 @@ def demo(
             markup=False,
         )
     raise typer.Exit(0 if result["agrees"] else 1)
+
+
+@app.command()
+def selection(
+    directory: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="A prepared demo in the cache: demo/full-… or quick-…."),
+    ],
+    sizes: Annotated[
+        list[int] | None, typer.Option("--size", help="A draft vocabulary size; repeatable.")
+    ] = None,
+) -> None:
+    """Compare two rules for choosing the draft vocabulary: by counts and by teacher probability.
+
+    Prints a Markdown table of the mean kept mass of either map, on training and held-out samples.
+
+    Example: parity selection ~/.cache/torch-port/demo/full-0123456789abcdef --size 1024
+    """
+    _need_jax(["spec"])
+    last = [time.monotonic()]
+
+    def progress(done: int, total: int) -> None:
+        if time.monotonic() - last[0] > 5:
+            last[0] = time.monotonic()
+            Console(stderr=True).print(f"{done}/{total} samples", highlight=False)
+
+    try:
+        rows, _ = compare_rules(directory, sizes or [256, 512, 1024, 2048, 4096], progress)
+    except ValueError as error:
+        _stop(str(error))
+    print(markdown(rows))
 
 
 def _need_jax(chosen: list[str]) -> None:

@@ -54,7 +54,7 @@ def test_layer_ids_name_outputs_in_the_given_order():
 @pytest.mark.parametrize("ids", [(3,), (0, 3), (1, 1), (4,), (-1,), ()])
 def test_unservable_layer_ids_are_refused(ids):
     # Fault: the last layer (normalised by transformers), duplicates, python's negative indices.
-    with pytest.raises(DataError, match=r"target_layer_ids: .*name distinct layers from 0 to 2 of 4"):
+    with pytest.raises(DataError, match=r"target_layer_ids: .*distinct layers from 0 to 2 of 4"):
         next(capture(Toy(), [torch.tensor([1])], ids))
 
 

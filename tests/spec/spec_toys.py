@@ -47,6 +47,12 @@ HF: dict[str, Any] = {
     },
 }
 
+NO_HEADS: dict[str, Any] = {
+    "markov_rank": 0,
+    "enable_confidence_head": False,
+    "confidence_head_with_markov": False,
+}
+
 
 def hf(**changes: Any) -> dict[str, Any]:
     """The toy config.json with fields changed, wherever they live."""
@@ -59,6 +65,13 @@ def hf(**changes: Any) -> dict[str, Any]:
 
 def config(**changes: Any) -> DraftConfig:
     return DraftConfig.from_hf(hf(**changes))
+
+
+def dflash_config(own: dict[str, Any] | None = None, **changes: Any) -> DraftConfig:
+    """The toy as a DFlash draft: no head fields; `own` goes under dflash_config."""
+    nested = {"projector_type": "dflash", "target_layer_ids": [0, 2], "mask_token_id": 3}
+    changed = {"architectures": ["DFlashDraftModel"], "dflash_config": nested | (own or {})}
+    return DraftConfig.from_hf({**HF, **changed, **changes})
 
 
 def toy_map() -> VocabularyMap:

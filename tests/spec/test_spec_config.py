@@ -1,9 +1,11 @@
 """Configs: the schema is read strictly, and each refusal names its field and value."""
 
-import pytest
-from spec_toys import HF, config, hf
+from dataclasses import replace
 
-from jaxdraft import DraftConfig, NotBuilt, ObjectiveConfig
+import pytest
+from spec_toys import HF, NO_HEADS, config, dflash_config, hf
+
+from jaxdraft import DFlashObjective, DraftConfig, NotBuilt, ObjectiveConfig
 
 
 def test_absent_and_null_draft_vocab_size_mean_unpruned():
@@ -69,7 +71,7 @@ def test_missing_field_is_named():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"projector_type": "dflash"},
+        {"projector_type": "domino"},
         {"markov_head_type": "lstm"},
         {"layer_types": ["linear_attention"]},
         {"hidden_act": "gelu"},
@@ -92,3 +94,58 @@ def test_objective_defaults_and_refusals():
     for bad in ({"ce_alpha": -1}, {"l1_alpha": float("nan")}, {"loss_decay_gamma": 0}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             ObjectiveConfig(**bad)
+
+
+def test_dflash_without_head_fields():
+    # Fault: head fields demanded of a draft that has none, or their absence read as heads.
+    of = dflash_config()
+    assert (of.projector_type, of.markov_rank, of.markov_head_type) == ("dflash", 0, "none")
+    assert not of.enable_confidence_head
+    named = dict(NO_HEADS, markov_head_type="vanilla")
+    assert dflash_config(own=named) == of
+    assert config().projector_type == "dspark"
+    assert replace(config(**NO_HEADS), projector_type="dflash") == of
+
+
+@pytest.mark.parametrize(
+    ("own", "changes", "words"),
+    [
+        ({"markov_rank": 3, "markov_head_type": "vanilla"}, {}, "'dflash' has no heads"),
+        ({"enable_confidence_head": True}, {}, "'dflash' has no heads"),
+        ({"colour": 3}, {}, "unknown fields.*'colour': 3"),
+        ({"markov_rank": -1}, {}, "markov_rank"),
+        ({}, {"block_size": 1}, "block_size = 1 leaves projector_type 'dflash'"),
+    ],
+)
+def test_dflash_refused(own, changes, words):
+    # Fault: an off, unknown or contradicting field read as if it were fine.
+    with pytest.raises(ValueError, match=words):
+        dflash_config(own=own, **changes)
+
+
+def test_the_other_architecture():
+    # Fault: a checkpoint of one class computed as the other.
+    with pytest.raises(NotBuilt, match=r"DSparkDraftModel.*DFlashDraftModel"):
+        dflash_config(architectures=["DSparkDraftModel"])
+    with pytest.raises(NotBuilt, match=r"DFlashDraftModel.*DSparkDraftModel"):
+        config(architectures=["DFlashDraftModel"])
+    nested = {k: v for k, v in HF["dflash_config"].items() if not k.startswith("markov")}
+    with pytest.raises(ValueError, match="lacks markov_head_type, markov_rank"):
+        DraftConfig.from_hf({**HF, "dflash_config": nested})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"loss_decay_gamma": 0}, "loss_decay_gamma: expected a positive"),
+        ({"dpace": "all"}, "dpace: expected one of 'none', 'cumulative'"),
+        ({"dpace": "both", "beta": 0}, "beta: expected"),
+        ({"beta": 1.5}, "beta: expected"),
+        ({"beta": True}, "beta: expected"),
+        ({"dpace": "both", "loss_decay_gamma": 4.0}, "loss_decay_gamma = 4.0 would be ignored"),
+    ],
+)
+def test_dflash_objective_refused(changes, words):
+    # Fault: a setting ignored, or a β that divides by 0 behind a pruned label.
+    with pytest.raises(ValueError, match=words):
+        DFlashObjective(**changes)

@@ -1,5 +1,9 @@
 """The vocabulary map (§2) and field notes 1 to 6."""
 
+import itertools
+import math
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,11 +12,13 @@ from spec_toys import KEPT, V, few_examples, toy_map
 
 from jaxdraft.vocabulary import (
     build_map,
+    build_map_by_mass,
     check_same_map,
     coverage,
     identity_map,
     kept_ids,
     map_from_buffers,
+    teacher_mass,
 )
 
 
@@ -144,3 +150,68 @@ def test_map_properties(counts, data):
         assert all((-counts[worst], worst) < (-counts[i], i) for i in out)
     assert [built.index[i] for i in ids] == list(range(size))
     assert all(built.index[i] == -100 for i in out)
+
+
+def test_teacher_mass_by_hand():
+    # Faults: the teacher read at the supervised position instead of before it; position 0 counted;
+    # softmax over fewer rows than V. Softmax of (log 2, 0, 0) is (½, ¼, ¼), of (0, log 6, 0) ⅛ ¾ ⅛.
+    head = jnp.eye(3)
+    states = jnp.array([[[math.log(2), 0, 0], [0, math.log(6), 0], [9, 9, 0], [0, 9, 0]]])
+    mass = teacher_mass(states, jnp.array([[1.0, 1.0, 0.7, 0.5]]), head)
+    # exp(log x) apart from x by rounding
+    np.testing.assert_allclose(mass, [5 / 8, 1, 3 / 8], rtol=1e-14)
+
+
+def best_subset(p, size, pinned, producible):
+    """The K-subset with the largest mean kept mass, by trying all of them."""
+    subsets = itertools.combinations(range(producible), size)
+    allowed = [ids for ids in subsets if pinned <= set(ids)]
+    return max(allowed, key=lambda ids: p[:, list(ids)].sum(axis=1).mean())
+
+
+@few_examples
+@given(st.integers(0, 2**16), st.integers(1, 6), st.sets(st.integers(0, 5), max_size=2))
+def test_the_map_by_mass_keeps_the_most_teacher_mass(seed, size, pinned):
+    # Fault: any other selection rule; a pin lost; a padding row (ids 6, 7) kept.
+    pinned = set(sorted(pinned)[:size])
+    rng = np.random.default_rng(seed)
+    states, head = rng.normal(size=(2, 5, 4)), rng.normal(size=(8, 4))
+    supervised = rng.random((2, 5)) > 0.3
+    supervised[0, 1] = True
+    mass = teacher_mass(*(jnp.asarray(x, dtype=float) for x in (states, supervised, head)))
+    at = [(b, t - 1) for b, t in np.argwhere(supervised) if t >= 1]
+    odds = np.exp(np.array([head @ states[b, t] for b, t in at]))
+    p = odds / odds.sum(axis=1, keepdims=True)
+    built = build_map_by_mass(mass, size, pinned, tokenizer_size=6)
+    ids = kept(built)
+    assert tuple(ids) == best_subset(p, size, pinned, 6)
+    # sums of at most 8 softmaxes in two orders
+    np.testing.assert_allclose(
+        np.asarray(mass)[ids].sum() / len(at), p[:, ids].sum(axis=1).mean(), rtol=1e-13
+    )
+
+
+def test_counting_keeps_less_mass_than_the_mass_rule():
+    # Fault: both rules the same. Two positions whose sampled token was the unlikely id 2.
+    p = np.array([[0.5, 0.1, 0.4], [0.5, 0.1, 0.4]])
+    assert kept(build_map([0, 0, 2], 1)) == [2]
+    assert kept(build_map_by_mass(p.sum(axis=0), 1)) == [0]
+
+
+def test_mass_pins_ties_fill_and_padding():
+    # Faults: ties to any id, unused ids filled from the top, padding rows refused or kept.
+    assert kept(build_map_by_mass([0.5, 2.0, 0.5, 0.5], 2)) == [0, 1]
+    assert kept(build_map_by_mass([0.0, 0.0, 3.5, 0.0], 3, pinned=[3])) == [0, 2, 3]
+    assert kept(build_map_by_mass([0.1, 0.2, 9.0], 1, tokenizer_size=2)) == [1]
+    assert kept(build_map_by_mass(np.array([0.1, 0.2], dtype=np.float32), 1)) == [1]
+
+
+def test_bad_mass():
+    # Fault: counts taken for mass, NaN sorted anywhere, a size clamped.
+    for mass in ([1, 2], [[0.5]], [0.5, float("nan")], [0.5, float("inf")], [-0.5, 1.0], []):
+        with pytest.raises(ValueError, match="mass: expected"):
+            build_map_by_mass(mass, 1)
+    with pytest.raises(ValueError, match=r"size \(draft_vocab_size\)"):
+        build_map_by_mass([0.5, 0.5], 3)
+    with pytest.raises(ValueError, match="pinned: 2 ids do not fit"):
+        build_map_by_mass([0.5, 0.5], 1, pinned=[0, 1])

@@ -1,0 +1,247 @@
+"""Training checkpoints of the specification, with orbax: everything that a run needs to go on.
+
+A checkpoint holds parameters, optimizer state, vocabulary map and step as arrays, and the
+configurations with the target's fingerprint as JSON. The target itself is borrowed and never saved.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.typing import DTypeLike
+
+from jaxdraft.config import DraftConfig, ObjectiveConfig
+from jaxdraft.draft import DSparkDraft
+from jaxdraft.evaluate import Target, working_dtype
+from jaxdraft.training import OptimizerConfig, TrainState, make_optimizer
+from jaxdraft.vocabulary import VocabularyMap, check_same_map, map_from_buffers
+
+FORMAT = 1
+
+
+class CheckpointMismatchError(ValueError):
+    """A checkpoint means something else than the run that wants to continue it."""
+
+
+def target_fingerprint(target: Target) -> str:
+    """sha256 over name, dtype, shape and bytes of the target's embedding and head.
+
+    Args:
+        target: E and U.
+
+    Returns:
+        64 hexadecimal digits.
+
+    Source: contracts §3.
+    """
+    digest = hashlib.sha256()
+    for name, array in target._asdict().items():
+        values = np.asarray(array)
+        digest.update(f"{name}\0{values.dtype}\0{values.shape}\0".encode())
+        digest.update(np.ascontiguousarray(values).tobytes())
+    return digest.hexdigest()
+
+
+def meaning(
+    config: DraftConfig,
+    objective: ObjectiveConfig,
+    optimizer: OptimizerConfig,
+    target: Target,
+    dtype: DTypeLike,
+) -> dict[str, Any]:
+    """What a checkpoint's numbers mean, by name: compared value by value on restore.
+
+    Args:
+        config: what the draft is; `draft_vocab_size` is recorded only when it prunes.
+        objective: the coefficients.
+        optimizer: the numbers of §14.
+        target: E and U.
+        dtype: the working dtype.
+
+    Returns:
+        Flat JSON values, keys as `draft.hidden_size` or `objective.ce_alpha`.
+
+    Source: contracts §3.
+    """
+    record: dict[str, Any] = {
+        "format": FORMAT,
+        "dtype": np.dtype(dtype).name,
+        "target.fingerprint": target_fingerprint(target),
+    }
+    parts = {
+        "draft": asdict(config),
+        "objective": asdict(objective),
+        "optimizer": asdict(optimizer),
+    }
+    for part, values in parts.items():
+        for name, value in values.items():
+            record[f"{part}.{name}"] = list(value) if isinstance(value, tuple) else value
+    if not config.prunes:
+        del record["draft.draft_vocab_size"]
+    return record
+
+
+def save(directory: Path, state: TrainState) -> None:
+    """Write a checkpoint; it appears complete or not at all.
+
+    Args:
+        directory: path that does not exist yet.
+        state: the state after `state.step` steps, on any number of devices.
+
+    Raises:
+        ValueError: the directory exists.
+    """
+    directory = directory.absolute()
+    if directory.exists():
+        raise ValueError(
+            f"{directory}: expected a path that does not exist, found one that does; checkpoints "
+            "are never overwritten, choose another name"
+        )
+    record = meaning(
+        state.config, state.objective, state.optimizer, state.target, working_dtype(state.params)
+    )
+    arguments = ocp.args.Composite(
+        state=ocp.args.StandardSave(_arrays(state)), meaning=ocp.args.JsonSave(record)
+    )
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+        checkpointer.save(directory, arguments)
+
+
+def restore(
+    directory: Path,
+    config: DraftConfig,
+    objective: ObjectiveConfig,
+    optimizer: OptimizerConfig,
+    target: Target,
+    dtype: DTypeLike,
+    vocabulary: VocabularyMap | None = None,
+) -> TrainState:
+    """Read a checkpoint onto the first device, wherever and on however many it was written.
+
+    The tree of shapes is built from the config, not read from the file: orbax refuses to restore
+    onto another number of devices without one, and a foreign tree must not be taken.
+
+    Args:
+        directory: what `save` wrote.
+        config: the draft that is to go on.
+        objective: its coefficients.
+        optimizer: its numbers of §14.
+        target: its E and U.
+        dtype: its working dtype.
+        vocabulary: the run's map where it has one of its own; must be the saved one.
+
+    Returns:
+        The state that was saved.
+
+    Raises:
+        CheckpointMismatchError: a recorded value differs, naming key, both values and the remedy.
+        ValueError: no checkpoint is there, or its map is another one.
+
+    Source: contracts §3; field notes 1 and 20.
+    """
+    directory = directory.absolute()
+    wanted = meaning(config, objective, optimizer, target, dtype)
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+        if not (directory / "meaning").is_dir():
+            raise ValueError(
+                f"{directory}: expected a checkpoint that `save` wrote, found none; check the path"
+            )
+        read = checkpointer.restore(directory, ocp.args.Composite(meaning=ocp.args.JsonRestore()))
+        check_meaning(read["meaning"], wanted)
+        shapes = abstract_arrays(config, optimizer, dtype)
+        read = checkpointer.restore(
+            directory, ocp.args.Composite(state=ocp.args.StandardRestore(shapes))
+        )
+    arrays = read["state"]
+    saved = map_from_buffers(np.asarray(arrays["t2d"]), np.asarray(arrays["d2t"]))
+    if vocabulary is not None:
+        check_same_map(saved, vocabulary)
+    return TrainState(
+        step=arrays["step"],
+        params=arrays["params"],
+        optimizer_state=arrays["optimizer_state"],
+        target=target,
+        vocabulary=saved,
+        config=config,
+        objective=objective,
+        optimizer=optimizer,
+    )
+
+
+def check_meaning(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint whose numbers mean something else.
+
+    Args:
+        saved: what the checkpoint recorded.
+        wanted: what the run would record.
+
+    Raises:
+        CheckpointMismatchError: names every key that differs, with both values.
+
+    Source: contracts §3.
+
+    >>> check_meaning({"draft.block_size": 4}, {"draft.block_size": 4})
+    """
+    absent = "not recorded"
+    differing = [
+        f"{key}: the checkpoint has {saved.get(key, absent)!r}, the run {wanted.get(key, absent)!r}"
+        for key in sorted(set(saved) | set(wanted))
+        if saved.get(key, absent) != wanted.get(key, absent)
+    ]
+    if differing:
+        raise CheckpointMismatchError(
+            "the checkpoint does not belong to this run. "
+            + "; ".join(differing)
+            + ". Set the run to the checkpoint's values, or start anew"
+        )
+
+
+def abstract_arrays(config: DraftConfig, optimizer: OptimizerConfig, dtype: DTypeLike) -> Any:
+    """The checkpoint's arrays as shapes on the first device, from the config alone.
+
+    Args:
+        config: what the draft is.
+        optimizer: decides the shape of its state.
+        dtype: the working dtype.
+
+    Returns:
+        A tree of `jax.ShapeDtypeStruct`.
+    """
+    H, γ = config.hidden_size, config.block_size
+    model = DSparkDraft(config, dtype)
+    inputs = (
+        jnp.zeros((1, 1, len(config.target_layer_ids) * H), dtype),
+        jnp.zeros((1, 1, γ, H), dtype),
+        jnp.zeros((1, 1), int),
+        jnp.ones((1, 1), bool),
+        jnp.zeros((1, 1, γ), int),
+        jnp.zeros((config.draft_vocab_size, H), dtype),
+    )
+    params = jax.eval_shape(lambda: model.init(jax.random.key(0), *inputs))["params"]
+    tree = {
+        "step": jax.ShapeDtypeStruct((), jnp.zeros((), int).dtype),
+        "params": params,
+        "optimizer_state": jax.eval_shape(make_optimizer(optimizer).init, params),
+        "t2d": jax.ShapeDtypeStruct((config.vocab_size,), bool),
+        "d2t": jax.ShapeDtypeStruct((config.draft_vocab_size,), np.int64),
+    }
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), tree
+    )
+
+
+def _arrays(state: TrainState) -> dict[str, Any]:
+    return {
+        "step": state.step,
+        "params": state.params,
+        "optimizer_state": state.optimizer_state,
+        "t2d": np.asarray(state.vocabulary.t2d),
+        "d2t": np.asarray(state.vocabulary.d2t),
+    }
