@@ -81,17 +81,41 @@ def draw_anchors(
 
     Source: sheet §3.1.
     """
+    anchors, keep = draw_padded_anchors(key, loss_mask, N)
+    width = max(1, int(keep.sum(axis=1).max()))
+    return anchors[:, :width], keep[:, :width]
+
+
+def draw_padded_anchors(
+    key: Key[Array, "..."], loss_mask: Float[Array, "batch seq"], N: int
+) -> tuple[Int[Array, "batch blocks"], Bool[Array, "batch blocks"]]:
+    """The draw of `draw_anchors` at a width that no value decides, so that it can be traced.
+
+    The width is min(N, S); what no candidate fills is padding, a = 0 and keep = False, which no
+    loss and no metric sees.
+
+    Args:
+        key: one key for the batch, or one per row [batch] (`sample_keys`).
+        loss_mask: m [batch seq].
+        N: the most anchors a row may have, ≥ 1.
+
+    Returns:
+        anchor_positions [batch blocks] and block_keep_mask [batch blocks].
+
+    Raises:
+        ValueError: N is below 1.
+
+    Source: sheet §3.1.
+    """
     if N < 1:
         raise ValueError(f"N (anchors per sequence): expected at least 1, got {N}")
     batch, seq = loss_mask.shape
     keys = key if key.ndim else jax.random.split(key, batch)
     allowed = candidates(loss_mask)
-    count = allowed.sum(axis=1)
-    width = max(1, min(N, int(count.max())))
     # The s-th draw of a key does not depend on how many are drawn: padding a row changes nothing.
     score = jax.vmap(lambda row: jax.random.bits(row, (seq,)))(keys)
-    chosen = jnp.lexsort((score, ~allowed), axis=1)[:, :width]
-    keep = jnp.arange(width)[None, :] < count[:, None]
+    chosen = jnp.lexsort((score, ~allowed), axis=1)[:, :N]
+    keep = jnp.arange(chosen.shape[1])[None, :] < allowed.sum(axis=1)[:, None]
     ascending = jnp.sort(jnp.where(keep, chosen, seq), axis=1)
     return jnp.where(keep, ascending, 0), keep
 

@@ -54,6 +54,7 @@ def meaning(
     optimizer: OptimizerConfig,
     target: Target,
     dtype: DTypeLike,
+    num_anchors: int | None = None,
 ) -> dict[str, Any]:
     """What a checkpoint's numbers mean, by name: compared value by value on restore.
 
@@ -63,6 +64,7 @@ def meaning(
         optimizer: the numbers of §14.
         target: E and U.
         dtype: the working dtype.
+        num_anchors: N of the run's draws (§3.1), or None.
 
     Returns:
         Flat JSON values, keys as `draft.hidden_size` or `objective.ce_alpha`.
@@ -73,6 +75,7 @@ def meaning(
         "format": FORMAT,
         "dtype": np.dtype(dtype).name,
         "target.fingerprint": target_fingerprint(target),
+        "num_anchors": num_anchors,
     }
     parts = {
         "draft": asdict(config),
@@ -104,7 +107,12 @@ def save(directory: Path, state: TrainState) -> None:
             "are never overwritten, choose another name"
         )
     record = meaning(
-        state.config, state.objective, state.optimizer, state.target, working_dtype(state.params)
+        state.config,
+        state.objective,
+        state.optimizer,
+        state.target,
+        working_dtype(state.params),
+        state.num_anchors,
     )
     arguments = ocp.args.Composite(
         state=ocp.args.StandardSave(_arrays(state)), meaning=ocp.args.JsonSave(record)
@@ -121,6 +129,7 @@ def restore(
     target: Target,
     dtype: DTypeLike,
     vocabulary: VocabularyMap | None = None,
+    num_anchors: int | None = None,
 ) -> TrainState:
     """Read a checkpoint onto the first device, wherever and on however many it was written.
 
@@ -135,6 +144,7 @@ def restore(
         target: its E and U.
         dtype: its working dtype.
         vocabulary: the run's map where it has one of its own; must be the saved one.
+        num_anchors: N of the run's draws (§3.1); must be the saved one.
 
     Returns:
         The state that was saved.
@@ -146,7 +156,7 @@ def restore(
     Source: contracts §3; field notes 1 and 20.
     """
     directory = directory.absolute()
-    wanted = meaning(config, objective, optimizer, target, dtype)
+    wanted = meaning(config, objective, optimizer, target, dtype, num_anchors)
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
         if not (directory / "meaning").is_dir():
             raise ValueError(
@@ -171,6 +181,7 @@ def restore(
         config=config,
         objective=objective,
         optimizer=optimizer,
+        num_anchors=num_anchors,
     )
 
 

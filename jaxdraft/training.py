@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
+from jaxdraft.blocks import draw_padded_anchors
 from jaxdraft.config import DraftConfig, ObjectiveConfig
 from jaxdraft.evaluate import Batch, Evaluation, Target, loss_and_evaluation, working_dtype
 from jaxdraft.objective import check_supervision, coefficients
@@ -128,7 +129,10 @@ def make_optimizer(optimizer: OptimizerConfig) -> optax.GradientTransformation:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class TrainState:
-    """All that a step reads besides its batch. `step` counts the steps that were taken."""
+    """All that a step reads besides its batch and key. `step` counts the steps that were taken.
+
+    `num_anchors` is N of §3.1, or None where every batch brings its anchors.
+    """
 
     step: Int[Array, ""]
     params: Any
@@ -138,6 +142,7 @@ class TrainState:
     config: DraftConfig = field(metadata={"static": True})
     objective: ObjectiveConfig = field(metadata={"static": True})
     optimizer: OptimizerConfig = field(metadata={"static": True})
+    num_anchors: int | None = field(default=None, metadata={"static": True})
 
 
 class StepReport(NamedTuple):
@@ -155,6 +160,7 @@ def start(
     params: Any,
     target: Target,
     vocabulary: VocabularyMap,
+    num_anchors: int | None = None,
 ) -> TrainState:
     """The state before step 1.
 
@@ -165,6 +171,7 @@ def start(
         params: the parameter tree (master weights).
         target: E and U.
         vocabulary: the map.
+        num_anchors: N, for steps that draw their anchors; None where batches bring them.
 
     Returns:
         A state with zero moments.
@@ -178,24 +185,52 @@ def start(
         config=config,
         objective=objective,
         optimizer=optimizer,
+        num_anchors=num_anchors,
     )
 
 
+def with_anchors(batch: Batch, key: Key[Array, "..."], N: int) -> Batch:
+    """The batch with anchors drawn from the key in the place of its own.
+
+    Args:
+        batch: ids, mask and states; its anchors are not read.
+        key: one key for the batch, or one per row (`blocks.sample_keys`).
+        N: the most anchors a row may have.
+
+    Returns:
+        The batch at a fixed width (`blocks.draw_padded_anchors`).
+
+    Source: sheet §3.1.
+    """
+    anchors, keep = draw_padded_anchors(key, batch.loss_mask, N)
+    return batch._replace(anchor_positions=anchors, block_keep_mask=keep)
+
+
 @jax.jit
-def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
-    """One optimizer step on one batch, a pure function.
+def train_step(
+    state: TrainState, batch: Batch, key: Key[Array, "..."] | None = None
+) -> tuple[TrainState, StepReport]:
+    """One optimizer step, a pure function of state, batch and key.
 
     It raises nothing: give the report to `check_step`, and drop the new state when that raises.
 
     Args:
         state: the state after t−1 steps.
-        batch: the batch of step t, with its anchors.
+        batch: the batch of step t.
+        key: what the anchors are drawn from, `state.num_anchors` of them; None keeps the batch's.
 
     Returns:
         The state after t steps, and what the step saw.
 
-    Source: sheet §14.
+    Raises:
+        ValueError: a key is given and the state has no `num_anchors`.
+
+    Source: sheet §3.1, §14.
     """
+    if key is not None:
+        if state.num_anchors is None:
+            raise ValueError("num_anchors: a key to draw from needs the number; give it to `start`")
+        batch = with_anchors(batch, key, state.num_anchors)
     objective = state.objective
     alphas = coefficients(objective, working_dtype(state.params))
     (_, seen), grads = jax.value_and_grad(loss_and_evaluation, has_aux=True)(

@@ -1,6 +1,7 @@
 """The optimizer (§14): rates, clip and AdamW by hand, and the training step."""
 
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 from spec_toys import batch, config, params, target, toy_map
 
 from jaxdraft import ObjectiveConfig, OptimizerConfig, gradients, train_step
+from jaxdraft.blocks import draw_anchors, sample_keys
 from jaxdraft.training import check_step, decays, make_optimizer, rate, start
 
 OPTIMIZER = OptimizerConfig(
@@ -124,3 +126,29 @@ def test_optimizer_config_refusals(changes, words):
     numbers = {"peak_rate": 1.0, "warmup_steps": 1, "total_steps": 10, "max_grad_norm": 1.0}
     with pytest.raises(ValueError, match=words):
         OptimizerConfig(**{**numbers, **changes})
+
+
+def test_a_step_is_a_function_of_state_batch_and_key():
+    # Faults: anchors of the batch kept beside a key; another draw within the jit; padding that
+    # changes a sum. The key's anchors drawn outside give the same step, but for the order of sums.
+    state = start(config(), OBJECTIVE, OPTIMIZER, params(config()), target(), toy_map(), 3)
+    keys = sample_keys(0, 1, jnp.array([4, 9]))
+    plain = batch()
+    after, report = train_step(state, plain, keys)
+    anchors, keep = draw_anchors(keys, plain.loss_mask, 3)
+    outside, expected = train_step(
+        state, plain._replace(anchor_positions=anchors, block_keep_mask=keep)
+    )
+    assert float(report.evaluation.loss) == pytest.approx(
+        float(expected.evaluation.loss), rel=1e-12
+    )
+    for one, two in zip(
+        jax.tree.leaves(after.params), jax.tree.leaves(outside.params), strict=True
+    ):
+        np.testing.assert_allclose(one, two, rtol=0, atol=1e-9)  # Adam enlarges rounding
+    again, _ = train_step(state, plain, keys)
+    assert all(map(np.array_equal, jax.tree.leaves(after.params), jax.tree.leaves(again.params)))
+    _, other = train_step(state, plain, sample_keys(0, 2, jnp.array([4, 9])))
+    assert float(other.evaluation.loss) != float(report.evaluation.loss)
+    with pytest.raises(ValueError, match="num_anchors"):
+        train_step(replace(state, num_anchors=None), plain, keys)
