@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import zlib
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -18,7 +19,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from parity.cases import FORMAT, Array, Case, CaseError
-from parity.sides import Answer, run_spec
+from parity.sides import Answer
+from parity.vectors import answer_case
 
 MANIFEST = "MANIFEST.json"
 V, K, H, S, B, N = 40, 10, 16, 20, 2, 4
@@ -54,6 +56,18 @@ _TOP: dict[str, Any] = {
     "attention_bias": False,
     "tie_word_embeddings": False,
 }
+_BARE = ("attention_mode", "target_layer_ids", "mask_token_id")  # a draft without heads
+_OPTIMIZER = {
+    "peak_rate": 3e-2,
+    "final_rate": 1e-3,
+    "warmup_steps": 2,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "max_grad_norm": 1.0,
+}
+_DECODING = {"proposals": 3, "limit": 24, "end_of_text": 7}
 _OBJECTIVE = {
     "ce_alpha": 0.1,
     "l1_alpha": 0.9,
@@ -67,7 +81,9 @@ class Recipe:
     """One vector: what differs from the base config and objective, and what is done to the batch.
 
     `labels` "pruned" replaces every supervised token by a pruned id; `supervised` False clears the
-    loss mask.
+    loss mask. With `layout` "dflash" the draft is the backbone alone and the objective that of §12;
+    with `steps` the case is a training run of so many AdamW steps (§14), with `temperature` a
+    decoding with given draws (§10).
     """
 
     name: str
@@ -76,6 +92,9 @@ class Recipe:
     labels: str = "any"
     supervised: bool = True
     error: str | None = None
+    layout: str = "dspark"
+    steps: int = 0
+    temperature: float | None = None
 
 
 RECIPES: tuple[Recipe, ...] = (
@@ -104,6 +123,17 @@ RECIPES: tuple[Recipe, ...] = (
             "sliding_window": 5,
         },
     ),
+    Recipe("dflash-pruned", layout="dflash", objective={"loss_decay_gamma": 4.0}),
+    Recipe("dflash-full-nodecay", {"draft_vocab_size": None}, layout="dflash"),
+    Recipe("dpace-cumulative", layout="dflash", objective={"dpace": "cumulative", "beta": 0.5}),
+    Recipe("dpace-continuation", layout="dflash", objective={"dpace": "continuation"}),
+    Recipe("dpace-both", layout="dflash", objective={"dpace": "both"}),
+    Recipe("training-pruned", steps=6),
+    Recipe("decoding-pruned", temperature=0.8),
+    Recipe("decoding-greedy", temperature=0.0),
+    Recipe(
+        "decoding-full-rnn", {"draft_vocab_size": None, "markov_head_type": "rnn"}, temperature=1.0
+    ),
     Recipe("error-no-supervision", supervised=False, error="no supervised target tokens"),
     Recipe("error-nothing-inside", labels="pruned", error="no in-vocabulary target tokens"),
 )
@@ -122,9 +152,10 @@ def emit(directory: Path, overwrite: bool = False) -> list[str]:
             f"{directory} already holds {', '.join(held)}; choose another directory, or add "
             "--overwrite to replace those"
         )
-    for seed, recipe in enumerate(RECIPES):
-        case = _draw(recipe, seed)
-        answer = run_spec(case, "float64")
+    for recipe in RECIPES:
+        # Seeded by its name: a new recipe in the list must not change the others' bytes.
+        case = _draw(recipe, zlib.crc32(recipe.name.encode()))
+        answer = answer_case(case, "spec", "float64")
         if answer.error is not None and (recipe.error is None or recipe.error not in answer.error):
             raise RuntimeError(f"{recipe.name}: the spec refuses: {answer.error}")
         if recipe.error is not None and answer.error is None:
@@ -158,6 +189,9 @@ def _draw(recipe: Recipe, seed: int) -> Case:
     top, nested = dict(_TOP), dict(_NESTED)
     for name, value in recipe.config.items():
         (nested if name in nested else top)[name] = value
+    if recipe.layout == "dflash":
+        top["architectures"] = ["DFlashDraftModel"]
+        nested = {name: nested[name] for name in _BARE} | {"projector_type": "dflash"}
     config = top | {"dflash_config": nested}
     kept_count = top["draft_vocab_size"] or V
     kept = np.sort(random.permutation(V)[:kept_count])
@@ -169,16 +203,46 @@ def _draw(recipe: Recipe, seed: int) -> Case:
         tensors["weights/d2t"] = kept - np.arange(kept_count)
     for name in ("embed_tokens", "lm_head"):
         tensors[f"target/{name}.weight"] = _normal(random, (V, H), 0.6)
-    tensors |= _batch(recipe, kept, random)
+    for step in range(recipe.steps):
+        batch = _batch(recipe, kept, random)
+        tensors |= {name.replace("batch/", f"steps/{step}/"): v for name, v in batch.items()}
+    extra: dict[str, Any] = {}
+    if recipe.steps:
+        extra = {"optimizer": _OPTIMIZER | {"total_steps": recipe.steps}}
+    elif recipe.temperature is not None:
+        extra = {"decoding": _DECODING | {"temperature": recipe.temperature}}
+        tensors["target/lm_head.weight"] *= np.float32(0.3)
+        tensors |= _toy_target(tensors, kept, random)
+    else:
+        tensors |= _batch(recipe, kept, random)
     return Case(
         name=recipe.name,
         path=Path(recipe.name),
         config=config,
-        objective=_OBJECTIVE | recipe.objective,
+        objective=(_OBJECTIVE if recipe.layout == "dspark" else {}) | recipe.objective,
         expect={},
         tensors=tensors,
-        extra={},
+        extra=extra,
     )
+
+
+def _toy_target(
+    tensors: dict[str, Array], kept: Array, random: np.random.Generator
+) -> dict[str, Array]:
+    """Draw a target as tables, a prompt, and the uniforms of every round that there can be.
+
+    The target leans on the draft's own Markov bias, so that rounds of every length occur.
+    """
+    n, limit = _DECODING["proposals"], _DECODING["limit"]
+    w1, w2 = (tensors[f"weights/markov_head.markov_{name}.weight"] for name in ("w1", "w2"))
+    logits = _normal(random, (V, V), 0.3)
+    logits[:, kept] += w1 @ w2.T + 1
+    return {
+        "toy/logits": logits.astype(np.float32),
+        "toy/hidden_states": _normal(random, (V, 2 * H), 1.0),
+        "prompt": random.integers(0, V, 3).astype(np.int64),
+        "draws": random.random((limit, 2 * n + 1)).astype(np.float32),
+    }
 
 
 def _normal(random: np.random.Generator, shape: tuple[int, ...], deviation: float) -> Array:
@@ -195,7 +259,7 @@ def _weights(name: str, shape: tuple[int, ...], random: np.random.Generator) -> 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Name every weight of a draft with its shape (contracts §4)."""
     nested = config["dflash_config"]
-    D, r, K = config["head_dim"], nested["markov_rank"], config["draft_vocab_size"] or V
+    D, r, K = config["head_dim"], nested.get("markov_rank", 0), config["draft_vocab_size"] or V
     q, kv = config["num_attention_heads"] * D, config["num_key_value_heads"] * D
     inner = config["intermediate_size"]
     shapes: dict[str, tuple[int, ...]] = {
@@ -225,7 +289,7 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         name, rows, columns = extra[nested["markov_head_type"]]
         shapes[f"markov_head.{name}.weight"] = (rows, columns)
         shapes[f"markov_head.{name}.bias"] = (rows,)
-    if nested["enable_confidence_head"]:
+    if nested.get("enable_confidence_head"):
         width = H + (r if nested["confidence_head_with_markov"] else 0)
         shapes |= {"confidence_head.proj.weight": (1, width), "confidence_head.proj.bias": (1,)}
     return shapes
@@ -278,5 +342,5 @@ def _write(directory: Path, case: Case, answer: Answer, error: str | None) -> No
         "config": case.config,
         "objective": case.objective,
         "expect": expect,
-    }
+    } | case.extra
     (directory / "case.json").write_text(json.dumps(document, indent=1) + "\n")

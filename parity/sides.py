@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -34,12 +33,16 @@ class Answer:
     failure: str | None = None
 
 
-def run_port(case: Case, dtype: str) -> Answer:
-    """Answer a case with `torch_port`, plain objective, in "float64" or "float32"."""
+def run_port(case: Case, dtype: str, answer: Callable[[Case, str], Answer] | None = None) -> Answer:
+    """Answer a case with `torch_port`, plain objective, in "float64" or "float32".
+
+    `answer` does the work (by default one batch: loss, metrics, gradients); what it raises becomes
+    the answer's error.
+    """
     from torch_port.errors import NotBuiltError, UserError
 
     try:
-        return _port_answer(case, dtype)
+        return (answer or _port_answer)(case, dtype)
     except NotBuiltError as error:
         return Answer(error=str(error), failure="not built")
     except UserError as error:
@@ -134,13 +137,13 @@ def setup_jax() -> None:
     jax.config.update("jax_enable_x64", True)
 
 
-def run_spec(case: Case, dtype: str) -> Answer:
-    """Answer a case with `jaxdraft`, in "float64" or "float32"."""
+def run_spec(case: Case, dtype: str, answer: Callable[[Case, str], Answer] | None = None) -> Answer:
+    """Answer a case with `jaxdraft`, in "float64" or "float32"; `answer` as in `run_port`."""
     setup_jax()
     from jaxdraft.config import NotBuilt
 
     try:
-        return _spec_answer(case, dtype)
+        return (answer or _spec_answer)(case, dtype)
     except NotBuilt as error:
         return Answer(error=str(error), failure="not built")
     except ValueError as error:
@@ -155,13 +158,20 @@ def _broke_off(error: Exception) -> Answer:
 
 
 def _spec_answer(case: Case, dtype: str) -> Answer:
-    from jaxdraft.config import ObjectiveConfig
+    from jaxdraft.config import DFLASH, ObjectiveConfig
+    from jaxdraft.dflash import DFlashObjective, gradients_dflash
     from jaxdraft.evaluate import gradients
 
     config, params, target, vocabulary = spec_draft(case, dtype)
-    objective = ObjectiveConfig(**case.objective)
     batch = spec_batch(case.group("batch"), dtype)
-    evaluation, grads = gradients(config, objective, params, target, vocabulary, batch)
+    if config.projector_type == DFLASH:
+        evaluation, grads = gradients_dflash(
+            config, DFlashObjective(**case.objective), params, target, vocabulary, batch
+        )
+    else:
+        evaluation, grads = gradients(
+            config, ObjectiveConfig(**case.objective), params, target, vocabulary, batch
+        )
     tensors = {
         name: np.asarray(getattr(evaluation, name))
         for name in (
@@ -212,9 +222,3 @@ def spec_batch(arrays: dict[str, Array], dtype: str) -> Any:
     from jaxdraft.evaluate import Batch
 
     return Batch(**{n: jnp.asarray(v) for n, v in as_dtype(arrays, dtype).items()})
-
-
-@lru_cache(maxsize=1)
-def sides() -> dict[str, Callable[[Case, str], Answer]]:
-    """The two implementations by the name users give them."""
-    return {"port": run_port, "spec": run_spec}

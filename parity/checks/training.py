@@ -11,7 +11,7 @@ import numpy as np
 from parity.cases import Array, Case
 from parity.compare import relative_error
 from parity.names import to_torch
-from parity.sides import port_batch, port_draft, setup_jax, spec_batch, spec_draft
+from parity.sides import Answer, port_batch, port_draft, setup_jax, spec_batch, spec_draft
 
 # Per step and dtype: the largest relative error of a loss, and of any parameter tensor.
 # float64: gradients agree to 1e-14 or so of a tensor's maximum; AdamW divides by sqrt(v) + 1e-8, so
@@ -56,6 +56,28 @@ def trajectories(
         result.append(TrajectoryStep(index, port_loss, spec_loss, worst, errors[worst]))
         on_step(index, len(batches))
     return result
+
+
+def port_training(case: Case, dtype: str) -> Answer:
+    """Answer a training case with the port: every step's loss, and the weights after the last."""
+    return _as_answer(_port_run(case, step_batches(case), dtype))
+
+
+def spec_training(case: Case, dtype: str) -> Answer:
+    """Answer a training case with the spec: every step's loss, and the weights after the last."""
+    return _as_answer(_spec_run(case, step_batches(case), dtype))
+
+
+def _as_answer(run: Iterator[tuple[float, dict[str, Array]]]) -> Answer:
+    losses: list[float] = []
+    weights: dict[str, Array] = {}
+    for loss, weights in run:  # noqa: B007 (the last step's weights are the answer)
+        losses.append(loss)
+    return Answer(
+        loss=losses[-1],
+        metrics={"loss_by_step": (np.array(losses), np.ones(len(losses)))},
+        tensors={f"trained/{name}": value for name, value in weights.items()},
+    )
 
 
 def step_batches(case: Case) -> list[dict[str, Array]]:

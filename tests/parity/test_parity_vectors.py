@@ -13,11 +13,17 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from parity.cases import CaseError, list_cases, read_case
-from parity.compare import TOLERANCE, compare_with_expectation, relative_error
-from parity.sides import run_port, run_spec, sides
+from parity.compare import compare_with_expectation, relative_error
+from parity.sides import run_port, run_spec
 from parity.vectors import run_case
 
 OWN = Path(__file__).parent.parent / "vectors"
+
+
+# What the specification has and the port has not yet: it must say so, and the case must fail.
+NOT_BUILT_IN_PORT = {
+    path.name for kind in ("dflash", "dpace", "decoding") for path in OWN.glob(f"{kind}-*")
+}
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
@@ -28,7 +34,9 @@ def test_every_vector(vectors_directories: list[Path], side: str, dtype: str) ->
     for directory in vectors_directories:
         for path in list_cases(directory):
             result = run_case(path, [side], dtype)
-            if not result.passes(TOLERANCE[dtype]):
+            if side == "port" and path.parent == OWN and path.name in NOT_BUILT_IN_PORT:
+                assert result.comparisons["port"].problem.startswith("not built"), path.name
+            elif not result.passes:
                 failed.append((path.name, result))
     assert not failed
 
@@ -43,7 +51,7 @@ def parity(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_command_line_prints_a_line_per_case() -> None:
-    done = parity("vectors", OWN, "--side", "both", "--dtype", "float32", "--objective", "plain")
+    done = parity("vectors", OWN, "--side", "spec", "--dtype", "float32", "--objective", "plain")
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stdout + done.stderr
     count = len(list_cases(OWN))
@@ -111,7 +119,7 @@ def test_a_wrong_tensor_fails(tmp_path: Path, name: str) -> None:
 
     path = spoiled(tmp_path, "pruned-vanilla", tensors={name: move})
     result = run_case(path, ["port"], "float64")
-    assert not result.passes(TOLERANCE["float64"])
+    assert not result.passes
     assert result.comparisons["port"].worst_named()[0].endswith(name.split("/")[-1])
 
 
@@ -134,7 +142,6 @@ def test_relative_error_by_hand() -> None:
     assert relative_error([np.nan], [0.0]) == np.inf
     assert relative_error([0.0], [np.nan]) == np.inf
     assert relative_error([[1.0]], [1.0]) == np.inf
-    assert set(sides()) == {"port", "spec"}
 
 
 def test_port_side_runs_without_jax() -> None:
@@ -195,7 +202,7 @@ def test_one_broken_case_does_not_end_the_run(tmp_path: Path, side: str) -> None
         change(tmp_path / name)
     results = [run_case(path, [side], "float32") for path in list_cases(tmp_path)]
     assert len(results) == len(BROKEN)
-    assert not any(result.passes(TOLERANCE["float32"]) for result in results)
+    assert not any(result.passes for result in results)
 
 
 def test_emit_replaces_nothing_unasked(tmp_path: Path) -> None:
