@@ -29,7 +29,7 @@ hypothesis.settings.load_profile("project")
 
 @pytest.fixture(scope="session", autouse=True)
 def _few_threads() -> None:
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # two workers share two cores
 
 
 @pytest.fixture(scope="session")
