@@ -94,7 +94,7 @@ class Recipe:
 
 FULL = Recipe(
     name="full",
-    target_steps=860,
+    target_steps=650,
     target_batch=16,
     target_lr=3e-3,
     target_warmup=60,
