@@ -169,7 +169,8 @@ def restore(
             directory, ocp.args.Composite(state=ocp.args.StandardRestore(shapes))
         )
     arrays = read["state"]
-    saved = map_from_buffers(np.asarray(arrays["t2d"]), np.asarray(arrays["d2t"]))
+    offsets = np.asarray(arrays["d2t"]).astype(np.int64)  # int32 without x64
+    saved = map_from_buffers(np.asarray(arrays["t2d"]), offsets)
     if vocabulary is not None:
         check_same_map(saved, vocabulary)
     return TrainState(
@@ -254,5 +255,6 @@ def _arrays(state: TrainState) -> dict[str, Any]:
         "params": state.params,
         "optimizer_state": state.optimizer_state,
         "t2d": np.asarray(state.vocabulary.t2d),
-        "d2t": np.asarray(state.vocabulary.d2t),
+        # Without x64 a jitted step hands the map back as int32; the file holds int64 all the same.
+        "d2t": np.asarray(state.vocabulary.d2t).astype(np.int64),
     }

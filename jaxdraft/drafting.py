@@ -214,7 +214,13 @@ def dspark_drafter(
     def begin(
         tokens: Int[Array, " seq"], hidden_states: Float[Array, "context captured"]
     ) -> BlockState:
-        anchor = jnp.asarray(tokens.shape[0] - 1)
+        seen, needed = hidden_states.shape[0], tokens.shape[0] - 1
+        if seen < needed:
+            raise ValueError(
+                f"hidden_states: expected the captured states of the {needed} tokens before the "
+                f"anchor, got {seen}; pass the target's states of every token it has read"
+            )
+        anchor = jnp.asarray(needed)
         return _begin(config, params, target.embed_tokens, anchor, tokens[-1], hidden_states)
 
     def step(state: BlockState, previous: Int[Array, ""]) -> Slot:

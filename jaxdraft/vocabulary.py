@@ -48,7 +48,7 @@ def kept_ids(vocabulary: VocabularyMap) -> Int[Array, " kept"]:
 
 
 def build_map(
-    counts: Any, size: Any, pinned: Iterable[int] = (), tokenizer_size: int | None = None
+    counts: Any, size: Any, pinned: Iterable[Any] = (), tokenizer_size: int | None = None
 ) -> VocabularyMap:
     """The map of the K most counted ids.
 
@@ -111,7 +111,7 @@ def teacher_mass(
 
 
 def build_map_by_mass(
-    mass: Any, size: Any, pinned: Iterable[int] = (), tokenizer_size: int | None = None
+    mass: Any, size: Any, pinned: Iterable[Any] = (), tokenizer_size: int | None = None
 ) -> VocabularyMap:
     """The map of the K ids to which the teacher gives most probability.
 
@@ -248,7 +248,7 @@ def coverage(vocabulary: VocabularyMap, counts: Any) -> float:
 def _map_of_highest(
     score: Int64[np.ndarray, " vocab"] | Float64[np.ndarray, " vocab"],
     size: Any,
-    pinned: Iterable[int],
+    pinned: Iterable[Any],
     producible: int,
 ) -> VocabularyMap:
     _check_size(size, producible)
@@ -280,8 +280,10 @@ def _checked_counts(counts: Any) -> Int64[np.ndarray, " vocab"]:
         raise ValueError(
             f"counts: expected whole numbers [V], got {array.dtype} {list(array.shape)}"
         )
-    if (array < 0).any():
-        raise ValueError(f"counts: expected numbers >= 0, got {array.min()}")
+    if (array < 0).any() or (array > np.iinfo(np.int64).max).any():
+        raise ValueError(
+            f"counts: expected numbers from 0 to 2^63 - 1, got {array.min()} to {array.max()}"
+        )
     return array.astype(np.int64)
 
 
@@ -314,9 +316,13 @@ def _check_size(size: Any, producible: int) -> None:
 
 
 def _checked_pins(
-    pinned: Iterable[int], size: int, producible: int
+    pinned: Iterable[Any], size: int, producible: int
 ) -> Int64[np.ndarray, " pinned"]:
-    pins = sorted(set(pinned))
+    given = list(pinned)
+    odd = [i for i in given if isinstance(i, bool) or not isinstance(i, int | np.integer)]
+    if odd:  # 1.7 would pin another token
+        raise ValueError(f"pinned: expected whole numbers, got {odd[0]!r}")
+    pins = sorted({int(i) for i in given})
     if any(not 0 <= i < producible for i in pins):
         raise ValueError(f"pinned: expected ids from 0 to {producible - 1}, got {pins}")
     if len(pins) > size:

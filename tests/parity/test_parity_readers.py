@@ -86,3 +86,11 @@ def test_sizes_are_not_coerced(size: Any) -> None:
     for call in (select_by_count, build_map):
         with pytest.raises(ValueError, match="size"):
             call(np.ones(8, dtype=np.int64), size)
+
+
+@pytest.mark.parametrize("pin", [1.7, True, "1"])
+def test_pins_are_not_coerced(pin: Any) -> None:
+    """Fault: 1.7 pinning id 1."""
+    for call in (select_by_count, build_map):
+        with pytest.raises(ValueError, match="pinned"):
+            call(np.ones(8, dtype=np.int64), 4, [pin])

@@ -155,3 +155,38 @@ def test_draft_vocab_size_is_recorded_only_when_pruned(tmp_path: Path) -> None:
     ]
     assert names == [True, False]
     assert hf()["draft_vocab_size"] == 5
+
+
+WITHOUT_X64 = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+import jax, jax.numpy as jnp, numpy as np
+import spec_toys as toys
+from test_spec_checkpoint import OBJECTIVE, OPTIMIZER, fresh
+from dataclasses import replace
+from jaxdraft.checkpoint import restore, save
+from jaxdraft.training import start, train_step
+
+low = lambda tree: jax.tree.map(
+    lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
+)
+frozen = low(toys.target())
+state = start(
+    toys.config(), OBJECTIVE, OPTIMIZER, low(toys.params(toys.config())), frozen, toys.toy_map()
+)
+state, _ = train_step(state, low(toys.batch()))
+save(Path(sys.argv[1]), state)
+back = restore(Path(sys.argv[1]), toys.config(), OBJECTIVE, OPTIMIZER, frozen, jnp.float32)
+for one, two in zip(jax.tree.leaves(back), jax.tree.leaves(state), strict=True):
+    assert np.array_equal(one, two)
+"""
+
+
+def test_float32_without_x64_round_trips(tmp_path: Path) -> None:
+    """Fault: the map of a jitted step, int32 without x64, saved so that nothing reads it back."""
+    subprocess.run(
+        [sys.executable, "-c", WITHOUT_X64, str(tmp_path / "low"), str(Path(__file__).parent)],
+        check=True,
+        env=os.environ | {"JAX_ENABLE_X64": "0"},
+    )

@@ -184,3 +184,11 @@ def test_the_sampled_draft_id_is_mapped_before_w1_note_28():
     for temperature in (0, 1):
         block = draft_block(drafter, jnp.array([7, 5]), states, temperature, jnp.full(3, 0.5))
         assert block.tokens.tolist() == [9, 3, 12]
+
+
+def test_missing_captured_states_are_refused():
+    # Fault: rows that are not there taken for zeros before the anchor, and attended to.
+    drafter = dspark_drafter(config(), params(config()), weights_of_target(), toy_map())
+    tokens = jnp.array([1, 2, 3, 4, 5])
+    with pytest.raises(ValueError, match="states of the 4 tokens before the anchor, got 2"):
+        drafter.begin(tokens, jnp.zeros((2, 2 * HIDDEN)))
