@@ -56,11 +56,7 @@ def _port_answer(case: Case, dtype: str) -> Answer:
 
     from torch_port.config import ObjectiveConfig
     from torch_port.objective.evaluate import batch_denominators, forward_batch
-    from torch_port.objective.loss import (
-        assemble_loss,
-        check_denominators,
-        reduce_denominators,
-    )
+    from torch_port.objective.loss import check_denominators, reduce_denominators
 
     draft, target = port_draft(case, dtype)
     objective = ObjectiveConfig(**case.objective)
@@ -68,10 +64,9 @@ def _port_answer(case: Case, dtype: str) -> Answer:
     local = batch_denominators(draft, batch, objective)
     denominators = reduce_denominators(local, draft.prunes_vocabulary)
     check_denominators(denominators.den.item(), denominators.ce_den.item(), objective)
-    outcome = forward_batch(draft, batch, target, objective)
-    loss = assemble_loss(
-        outcome.numerators, denominators, objective, prunes=draft.prunes_vocabulary, ranks=1
-    )
+    outcome = forward_batch(draft, batch, target, objective, denominators)
+    loss = outcome.loss
+    assert loss is not None  # denominators were given
     torch.autograd.backward(loss)
     with torch.no_grad():
         e = draft.embed_previous(outcome.blocks.previous)

@@ -29,11 +29,8 @@ FULL = {"draft_vocab_size": None}
 def loss_of(model, b, frozen, objective=OBJECTIVE) -> tuple[Tensor, object]:
     local = batch_denominators(model, b, objective)
     denominators = reduce_denominators(local, model.prunes_vocabulary)
-    outcome = forward_batch(model, b, frozen, objective)
-    loss = assemble_loss(
-        outcome.numerators, denominators, objective, prunes=model.prunes_vocabulary, ranks=1
-    )
-    return loss, outcome
+    outcome = forward_batch(model, b, frozen, objective, denominators)
+    return outcome.loss, outcome
 
 
 def gradients(model, loss: Tensor) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_port.blocks import Blocks
+from torch_port.compute import ComputeConfig
 from torch_port.config import DraftConfig
 from torch_port.errors import UserError
 from torch_port.models.backbone import Backbone, RMSNorm
@@ -40,9 +41,10 @@ class FrozenTarget:
 class DSparkDraft(DraftVocabMappingMixin, Backbone):
     """A block-parallel draft in the anchor-first layout. Source: spec sheet §5, §6."""
 
-    def __init__(self, config: DraftConfig) -> None:
+    def __init__(self, config: DraftConfig, compute: ComputeConfig | None = None) -> None:
         super().__init__()
         self.config = config
+        self.compute = compute or ComputeConfig()
         self.build_backbone(config)
         head = MARKOV_HEADS.get(config.markov_head_type)
         self.markov_head = head(config) if head else None

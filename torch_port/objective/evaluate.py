@@ -11,7 +11,13 @@ from torch_port.blocks import Blocks, make_blocks, slot_weights
 from torch_port.config import ObjectiveConfig
 from torch_port.data.batch import Batch
 from torch_port.models.dspark import DSparkDraft, FrozenTarget
-from torch_port.objective.loss import Numerators, count_denominators, weigh
+from torch_port.objective.loss import (
+    Denominators,
+    Numerators,
+    assemble_loss,
+    count_denominators,
+    weigh,
+)
 from torch_port.objective.metrics import Pair, metric_pairs
 from torch_port.objective.terms import SlotTerms, slot_terms
 
@@ -25,6 +31,7 @@ class Outcome:
     terms: SlotTerms
     numerators: Numerators
     metrics: dict[str, Pair]
+    loss: Tensor | None  # with gradient; None when no denominators were given
 
 
 def layout_blocks(draft: DSparkDraft, batch: Batch) -> Blocks:
@@ -47,10 +54,17 @@ def batch_denominators(draft: DSparkDraft, batch: Batch, objective: ObjectiveCon
 
 
 def forward_batch(
-    draft: DSparkDraft, batch: Batch, target: FrozenTarget, objective: ObjectiveConfig
+    draft: DSparkDraft,
+    batch: Batch,
+    target: FrozenTarget,
+    objective: ObjectiveConfig,
+    denominators: Denominators | None = None,
+    ranks: int = 1,
 ) -> Outcome:
-    """Run a batch: blocks, backbone, per-slot terms, weighted sums, metric pairs.
+    """Run a batch: blocks, backbone, per-slot terms, weighted sums, metric pairs, loss.
 
+    Arguments: `denominators` of the whole step (`reduce_denominators`) and its number of `ranks`;
+    without denominators there is no loss, for evaluation.
     Raises UserError when the draft prunes and no vocabulary map is installed.
     """
     blocks = layout_blocks(draft, batch)
@@ -67,11 +81,11 @@ def forward_batch(
         objective,
     )
     weights = slot_weights(blocks.evaluated, objective.loss_decay_gamma, terms.l1.dtype)
-    metrics = metric_pairs(
-        terms,
-        blocks,
-        weights,
-        prunes=draft.prunes_vocabulary,
-        confidence=draft.confidence_head is not None,
-    )
-    return Outcome(blocks, hidden, terms, weigh(terms, weights), metrics)
+    numerators = weigh(terms, weights)
+    prunes = draft.prunes_vocabulary
+    confidence = draft.confidence_head is not None
+    metrics = metric_pairs(terms, blocks, weights, prunes=prunes, confidence=confidence)
+    loss = None
+    if denominators is not None:
+        loss = assemble_loss(numerators, denominators, objective, prunes=prunes, ranks=ranks)
+    return Outcome(blocks, hidden, terms, numerators, metrics, loss)

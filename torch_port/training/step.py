@@ -14,12 +14,7 @@ from torch_port.data.batch import Batch
 from torch_port.errors import UserError
 from torch_port.models.dspark import DSparkDraft, FrozenTarget
 from torch_port.objective.evaluate import batch_denominators, forward_batch
-from torch_port.objective.loss import (
-    assemble_loss,
-    check_denominators,
-    reduce_denominators,
-    world_size,
-)
+from torch_port.objective.loss import check_denominators, reduce_denominators, world_size
 from torch_port.objective.metrics import Pair, add_pairs
 from torch_port.training.optimizer import MasterAdamW, rate_at
 
@@ -52,14 +47,9 @@ def accumulate_gradients(
     loss_sum = torch.zeros_like(denominators.den)
     pairs: dict[str, Pair] = {}
     for batch in micro_batches:
-        outcome = forward_batch(draft, batch, target, objective)
-        loss = assemble_loss(
-            outcome.numerators,
-            denominators,
-            objective,
-            prunes=draft.prunes_vocabulary,
-            ranks=ranks,
-        )
+        outcome = forward_batch(draft, batch, target, objective, denominators, ranks)
+        loss = outcome.loss
+        assert loss is not None  # denominators were given
         torch.autograd.backward(loss)
         loss_sum = loss_sum + loss.detach()
         pairs = add_pairs(pairs, outcome.metrics)

@@ -1,0 +1,28 @@
+"""How a step computes, as against what it computes: none of these settings moves a number.
+
+Every choice has a slow, plain form beside the default; parity and the tests hold each pair equal.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from torch_port.config import Settings
+
+
+class ComputeConfig(Settings):
+    """Settings of the step's speed and memory.
+
+    `objective`: "fused" (loss and gradient together, chunk by chunk) or "plain" (the reference).
+    `attention`: "blockwise" (only the columns a query can see) or "dense" (one mask).
+    `recompute`: what the backward pass computes again instead of keeping: "none", "mlp" (attention
+    is kept, the feed-forward part is computed again) or "layer" (each layer whole).
+    `objective_buffer_mib`: the fused objective's K-wide buffers all together, in MiB of 2²⁰ bytes.
+    """
+
+    objective: Literal["fused", "plain"] = "fused"
+    attention: Literal["blockwise", "dense"] = "blockwise"
+    recompute: Literal["none", "mlp", "layer"] = "none"
+    objective_buffer_mib: float = Field(default=16.0, gt=0)
