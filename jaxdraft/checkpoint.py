@@ -1,10 +1,12 @@
 """Training checkpoints of the specification, with orbax: everything that a run needs to go on.
 
-A checkpoint holds parameters, optimizer state, vocabulary map and step as arrays, and the
-configurations with the target's fingerprint as JSON. The target itself is borrowed and never saved.
+A checkpoint holds parameters, optimizer state, spike guard, vocabulary map and step as arrays, and
+the configurations (the target's too) with the target's fingerprint as JSON. The target itself is
+borrowed and never saved.
 """
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -19,21 +21,22 @@ from jax.typing import DTypeLike
 from jaxdraft.config import DraftConfig, ObjectiveConfig
 from jaxdraft.draft import DSparkDraft
 from jaxdraft.evaluate import Target, working_dtype
-from jaxdraft.training import OptimizerConfig, TrainState, make_optimizer
+from jaxdraft.training import OptimizerConfig, TrainState, as_json, fresh_guard, make_optimizer
 from jaxdraft.vocabulary import VocabularyMap, check_same_map, map_from_buffers
 
-FORMAT = 1
+FORMAT = 2  # 2: the spike guard, the target's config, moments without the rate's own count
 
 
 class CheckpointMismatchError(ValueError):
     """A checkpoint means something else than the run that wants to continue it."""
 
 
-def target_fingerprint(target: Target) -> str:
-    """sha256 over name, dtype, shape and bytes of the target's embedding and head.
+def target_fingerprint(target: Target, target_config: Mapping[str, Any]) -> str:
+    """sha256 over name, dtype, shape and bytes of the target's embedding and head, and its config.
 
     Args:
         target: E and U.
+        target_config: the target's parsed config.json; the order of its keys does not matter.
 
     Returns:
         64 hexadecimal digits.
@@ -45,6 +48,7 @@ def target_fingerprint(target: Target) -> str:
         values = np.asarray(array)
         digest.update(f"{name}\0{values.dtype}\0{values.shape}\0".encode())
         digest.update(np.ascontiguousarray(values).tobytes())
+    digest.update(f"config\0{as_json(target_config)}".encode())
     return digest.hexdigest()
 
 
@@ -53,6 +57,7 @@ def meaning(
     objective: ObjectiveConfig,
     optimizer: OptimizerConfig,
     target: Target,
+    target_config: Mapping[str, Any],
     dtype: DTypeLike,
     num_anchors: int | None = None,
 ) -> dict[str, Any]:
@@ -63,24 +68,27 @@ def meaning(
         objective: the coefficients.
         optimizer: the numbers of §14.
         target: E and U.
+        target_config: the target's parsed config.json.
         dtype: the working dtype.
         num_anchors: N of the run's draws (§3.1), or None.
 
     Returns:
-        Flat JSON values, keys as `draft.hidden_size` or `objective.ce_alpha`.
+        JSON values by key: `draft.hidden_size`, `objective.ce_alpha`, `target.config.rope_theta`.
 
     Source: contracts §3.
     """
     record: dict[str, Any] = {
         "format": FORMAT,
         "dtype": np.dtype(dtype).name,
-        "target.fingerprint": target_fingerprint(target),
+        "target.fingerprint": target_fingerprint(target, target_config),
         "num_anchors": num_anchors,
     }
     parts = {
         "draft": asdict(config),
         "objective": asdict(objective),
         "optimizer": asdict(optimizer),
+        # The fingerprint holds these too; one by one, a mismatch says which field it is.
+        "target.config": json.loads(as_json(target_config)),
     }
     for part, values in parts.items():
         for name, value in values.items():
@@ -98,9 +106,16 @@ def save(directory: Path, state: TrainState) -> None:
         state: the state after `state.step` steps, on any number of devices.
 
     Raises:
-        ValueError: the directory exists.
+        ValueError: the directory exists, or the state has no `target_config`.
+
+    Source: contracts §3.
     """
     directory = directory.absolute()
+    if state.target_config is None:
+        raise ValueError(
+            "target_config: a checkpoint records the config of the target that its draft was "
+            "trained for, and the state has none; give the target's config.json to `start`"
+        )
     if directory.exists():
         raise ValueError(
             f"{directory}: expected a path that does not exist, found one that does; checkpoints "
@@ -111,6 +126,7 @@ def save(directory: Path, state: TrainState) -> None:
         state.objective,
         state.optimizer,
         state.target,
+        json.loads(state.target_config),
         working_dtype(state.params),
         state.num_anchors,
     )
@@ -127,6 +143,7 @@ def restore(
     objective: ObjectiveConfig,
     optimizer: OptimizerConfig,
     target: Target,
+    target_config: Mapping[str, Any],
     dtype: DTypeLike,
     vocabulary: VocabularyMap | None = None,
     num_anchors: int | None = None,
@@ -142,6 +159,7 @@ def restore(
         objective: its coefficients.
         optimizer: its numbers of §14.
         target: its E and U.
+        target_config: the target's parsed config.json.
         dtype: its working dtype.
         vocabulary: the run's map where it has one of its own; must be the saved one.
         num_anchors: N of the run's draws (§3.1); must be the saved one.
@@ -156,7 +174,7 @@ def restore(
     Source: contracts §3; field notes 1 and 20.
     """
     directory = directory.absolute()
-    wanted = meaning(config, objective, optimizer, target, dtype, num_anchors)
+    wanted = meaning(config, objective, optimizer, target, target_config, dtype, num_anchors)
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
         if not (directory / "meaning").is_dir():
             raise ValueError(
@@ -177,12 +195,14 @@ def restore(
         step=arrays["step"],
         params=arrays["params"],
         optimizer_state=arrays["optimizer_state"],
+        guard=arrays["guard"],
         target=target,
         vocabulary=saved,
         config=config,
         objective=objective,
         optimizer=optimizer,
         num_anchors=num_anchors,
+        target_config=as_json(target_config),
     )
 
 
@@ -240,6 +260,7 @@ def abstract_arrays(config: DraftConfig, optimizer: OptimizerConfig, dtype: DTyp
         "step": jax.ShapeDtypeStruct((), jnp.zeros((), int).dtype),
         "params": params,
         "optimizer_state": jax.eval_shape(make_optimizer(optimizer).init, params),
+        "guard": jax.eval_shape(lambda: fresh_guard(dtype)),
         "t2d": jax.ShapeDtypeStruct((config.vocab_size,), bool),
         "d2t": jax.ShapeDtypeStruct((config.draft_vocab_size,), np.int64),
     }
@@ -254,6 +275,7 @@ def _arrays(state: TrainState) -> dict[str, Any]:
         "step": state.step,
         "params": state.params,
         "optimizer_state": state.optimizer_state,
+        "guard": state.guard,
         "t2d": np.asarray(state.vocabulary.t2d),
         # Without x64 a jitted step hands the map back as int32; the file holds int64 all the same.
         "d2t": np.asarray(state.vocabulary.d2t).astype(np.int64),

@@ -1,4 +1,4 @@
-"""The optimizer (§14): rates, clip and AdamW by hand, and the training step."""
+"""The optimizer (§14): rates, spike guard, clip and AdamW by hand, and the training step."""
 
 import math
 from dataclasses import replace
@@ -9,9 +9,18 @@ import numpy as np
 import pytest
 from spec_toys import batch, config, params, target, toy_map
 
-from jaxdraft import ObjectiveConfig, OptimizerConfig, gradients, train_step
+from jaxdraft import Batch, ObjectiveConfig, OptimizerConfig, evaluate, gradients, train_step
 from jaxdraft.blocks import draw_anchors, sample_keys
-from jaxdraft.training import check_step, decays, make_optimizer, rate, start
+from jaxdraft.training import (
+    SpikeGuard,
+    check_step,
+    decays,
+    fresh_guard,
+    make_optimizer,
+    rate,
+    spike_guard,
+    start,
+)
 
 OPTIMIZER = OptimizerConfig(
     peak_rate=0.01, warmup_steps=2, total_steps=10, max_grad_norm=1.0, weight_decay=0.1
@@ -56,10 +65,11 @@ def test_clip_and_adamw_by_hand():
     optimizer = make_optimizer(OPTIMIZER)
     with jax.numpy_dtype_promotion("standard"):
         state = optimizer.init(weights)
-        for kernel, scale in steps:
+        for t, (kernel, scale) in enumerate(steps, 1):
             grads = {"layer": {"kernel": jnp.array(kernel)}, "norm": {"scale": jnp.array(scale)}}
-            updates, state = optimizer.update(grads, state, weights)
-            weights = jax.tree.map(jnp.add, weights, updates)
+            direction, state = optimizer.update(grads, state, weights)
+            lr = float(rate(OPTIMIZER, t))
+            weights = jax.tree.map(lambda θ, u, lr=lr: θ - lr * u, weights, direction)
     got = [*weights["layer"]["kernel"], *weights["norm"]["scale"]]
     expected = [
         adamw_by_hand(2.0, [0.6, 0.1, -0.6], 0.1),
@@ -95,8 +105,133 @@ def test_train_step_is_pure_and_steps_as_by_hand():
         # g/(|g| + ε) is steep where |g| is near ε: the gradient's own 1e-15 over 1e-8
         np.testing.assert_allclose(got, expected, rtol=1e-10, atol=1e-8)
     check_step(OBJECTIVE, report)
+    assert bool(report.taken)
     _, later = train_step(after, batch())
     assert float(later.rate) == 0.01
+
+
+def equal(one, two):
+    return all(map(np.array_equal, jax.tree.leaves(one), jax.tree.leaves(two)))
+
+
+def guarded(norms, multiple=10):
+    """Feed norms one by one: which were spikes, and the guard at the end."""
+    guard, spikes = fresh_guard(jnp.float64), []
+    for norm in norms:
+        guard, spike = spike_guard(guard, jnp.asarray(norm, float), multiple)
+        spikes.append(bool(spike))
+    return spikes, guard
+
+
+def test_spike_guard_by_hand():
+    # Faults: an arithmetic mean (of 1 and 100: 50.5, limit 505); a spike that raises the limit for
+    # the next one (field note 19); a first norm compared with nothing; another multiple.
+    spikes, guard = guarded([1.0, 1.0, 9.9, 10.5])  # mean of three: 2.147, limit 21.5
+    assert spikes == [False] * 4
+    assert guarded([4.0, 16.0, 81.0])[0] == [False, False, True]  # mean 8, limit 80
+    assert guarded([4.0, 16.0, 79.0])[0] == [False, False, False]
+    assert guarded([4.0, 16.0, 1e9, 81.0, 79.0])[0] == [False, False, True, True, False]
+    assert guarded([1e9])[0] == [False]
+    assert guarded([4.0, 9.0], multiple=2)[0] == [False, True]
+    spikes, guard = guarded([2.0, 8.0, 1e9, 2.0])
+    assert int(guard.seen) == 3
+    # logarithms and a running mean of three
+    assert float(guard.mean_log) == pytest.approx(math.log(32) / 3, rel=1e-15)
+
+
+def test_a_norm_of_zero_leaves_the_spike_guard_as_it_was():
+    # Fault: log 0 = −inf in the mean, and every later step a spike.
+    assert guarded([0.0, 3.0, 0.0, 3.0])[0] == [False] * 4
+    assert int(guarded([0.0, 3.0, 0.0])[1].seen) == 1
+
+
+def test_a_spike_skips_the_whole_step_before_the_clip():
+    # Faults: the clipped norm guarded (at most 1: no spike ever); moments or weights moved by a
+    # skipped step; a spike in the mean; the bias correction or the rate out of step after it.
+    of = config()
+    state = start(of, OBJECTIVE, OPTIMIZER, params(of), target(), toy_map())
+    plain, report = train_step(state, batch())
+    log = math.log(float(report.gradient_norm))
+    assert float(report.gradient_norm) > OPTIMIZER.max_grad_norm  # the clip is at work
+    assert (float(plain.guard.mean_log), int(plain.guard.seen)) == (pytest.approx(log), 1)
+
+    calm = SpikeGuard(jnp.asarray(log - math.log(10.1)), jnp.array(4))
+    after, skipped = train_step(replace(state, guard=calm), batch())
+    assert not bool(skipped.taken)
+    assert int(after.step) == 1
+    for part in ("params", "optimizer_state"):
+        assert equal(getattr(after, part), getattr(state, part)), part
+    assert equal(after.guard, calm)
+    check_step(OBJECTIVE, skipped)  # a spike is no error
+
+    near = SpikeGuard(jnp.asarray(log - math.log(9.9)), jnp.array(4))
+    taken, report = train_step(replace(state, guard=near), batch())
+    assert bool(report.taken)
+    assert equal(taken.params, plain.params)
+    assert int(taken.guard.seen) == 5
+
+    # Step 2 after a skipped step 1: rate(2) = 0.01, and the first update's bias correction, so
+    # every weight moves as in step 1 but for twice the rate.
+    second, report = train_step(replace(after, guard=fresh_guard(jnp.float64)), batch())
+    assert float(report.rate) == 0.01
+    moved = zip(
+        *(map(np.asarray, jax.tree.leaves(s.params)) for s in (state, plain, second)), strict=True
+    )
+    for start_at, once, twice in moved:
+        # differences of numbers near 1
+        np.testing.assert_allclose(twice - start_at, 2 * (once - start_at), rtol=0, atol=1e-14)
+
+
+def test_a_step_that_is_not_finite_changes_nothing_but_its_number():
+    # Fault: NaN in moments or in the guard, where it would make every later comparison false.
+    of = config()
+    state, _ = train_step(start(of, OBJECTIVE, OPTIMIZER, params(of), target(), toy_map()), batch())
+    for bad in (
+        batch(hidden_states=jnp.full((2, 10, 16), jnp.nan)),
+        batch(loss_mask=jnp.zeros((2, 10))),
+    ):
+        after, report = train_step(state, bad)
+        assert not bool(report.taken)
+        assert equal(replace(after, step=state.step), state)
+        assert int(after.step) == 2
+
+
+def test_masters_are_float32_or_float64():
+    # Field note 14. Fault: bfloat16 masters, whose norms stay exactly 1.0, accepted silently.
+    of = config()
+    tree = params(of)
+    tree["norm"]["scale"] = tree["norm"]["scale"].astype(jnp.bfloat16)
+    with pytest.raises(ValueError, match="params: norm/scale is bfloat16; master weights are"):
+        start(of, OBJECTIVE, OPTIMIZER, tree, target(), toy_map())
+    low = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params(of))
+    state = start(of, OBJECTIVE, OPTIMIZER, low, target(), toy_map())
+    floating = jax.tree.leaves((state.params, state.optimizer_state[1].mu, state.guard.mean_log))
+    assert {leaf.dtype for leaf in floating} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("wrong", [0, True, 2.0])
+def test_start_refuses_an_odd_number_of_anchors(wrong):
+    # Fault: an error far from its cause, inside the jitted step.
+    with pytest.raises((ValueError, TypeError), match="num_anchors"):
+        start(config(), OBJECTIVE, OPTIMIZER, params(config()), target(), toy_map(), wrong)
+
+
+def test_the_rows_of_a_step_are_those_of_its_micro_batches():
+    # Fault: a loss that is no quotient of sums over rows, so that the batch of a whole step is not
+    # the reduction over its ranks and micro-batches. The rows differ in what they supervise.
+    both, given = batch(), (config(), OBJECTIVE, params(config()), target(), toy_map())
+    whole = evaluate(*given, both)
+    halves = [evaluate(*given, Batch(*(a[row : row + 1] for a in both))) for row in (0, 1)]
+    for name, pair in whole.metrics.items():
+        for part in (0, 1):
+            summed = sum(np.asarray(h.metrics[name][part]) for h in halves)
+            # one order of at most 24 terms against another
+            np.testing.assert_allclose(summed, pair[part], rtol=1e-13, atol=1e-14, err_msg=name)
+    # §8 from the two rows' own numbers, the pruned expression with each Σ over both rows
+    sums = {n: sum(np.array(h.metrics[n], float) for h in halves) for n in whole.metrics}
+    terms = [sums[n][0] / sums[n][1] for n in ("ce_loss", "l1_loss", "confidence_loss")]
+    assert float(whole.loss) == pytest.approx(np.dot([0.1, 0.9, 1.0], terms), rel=1e-13)
+    assert not np.allclose(halves[0].loss, halves[1].loss)
 
 
 def test_check_step_refuses():
@@ -115,7 +250,13 @@ def test_check_step_refuses():
     ("changes", "words"),
     [
         ({"warmup_steps": 10}, "0 <= warmup_steps < total_steps"),
+        ({"warmup_steps": True}, "warmup_steps: expected a whole number, got True"),
         ({"peak_rate": 0.0}, "peak_rate"),
+        ({"peak_rate": float("inf")}, "peak_rate: expected a finite number > 0, got inf"),
+        ({"weight_decay": float("nan")}, "weight_decay: expected a finite number >= 0, got nan"),
+        ({"spike_multiple": 1.0}, "spike_multiple: expected a number > 1, got 1.0"),
+        ({"spike_multiple": float("nan")}, "spike_multiple"),
+        ({"max_grad_norm": True}, "max_grad_norm: expected a number > 0, got True"),
         ({"max_grad_norm": float("nan")}, "max_grad_norm"),
         ({"final_rate": -1.0}, "final_rate"),
         ({"beta1": 1.0}, "beta1"),
