@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.scipy.special import xlog1py, xlogy
 from jaxtyping import Array, Bool, Float, Int
 
 StepTime = Callable[[int], float | int]
@@ -145,14 +144,19 @@ def schedule(survivals: Float[Array, "requests γ"], step_time: StepTime) -> Int
 
 
 def cumulative_cross_entropy(
-    predicted: Float[Array, "*rows samples"],
+    log_reached: Float[Array, "*rows samples"],
+    log_missed: Float[Array, "*rows samples"],
     reached: Float[Array, "*rows samples"],
     mask: Bool[Array, "*rows samples"],
 ) -> Float[Array, "*rows"]:
     """Σ M·(−A·log g − (1 − A)·log(1 − g)), least where the prediction g equals A.
 
+    Both logarithms are given: computed from g, the second would be that of 0 as soon as g rounds
+    to 1, and every sure prediction equally wrong.
+
     Args:
-        predicted: g, predicted survival [*rows samples].
+        log_reached: log g, of the predicted survival [*rows samples].
+        log_missed: log(1 − g) [*rows samples].
         reached: A, measured survival [*rows samples].
         mask: M [*rows samples].
 
@@ -161,8 +165,33 @@ def cumulative_cross_entropy(
 
     Source: this module's note on reconstruction.
     """
-    loss = -xlogy(reached, predicted) - xlog1py(1 - reached, -predicted)
-    return jnp.where(mask, loss, 0).sum(axis=-1)
+    # A weight of 0 takes nothing, also of a logarithm that is -inf.
+    hit = jnp.where(reached == 0, 0, -reached * log_reached)
+    missed = jnp.where(reached == 1, 0, -(1 - reached) * log_missed)
+    return jnp.where(mask, hit + missed, 0).sum(axis=-1)
+
+
+def log_survival(
+    log_reached: Float[Array, "*rows samples"],
+    log_missed: Float[Array, "*rows samples"],
+    c: Float[Array, "*rows samples"],
+) -> tuple[Float[Array, "*rows samples"], Float[Array, "*rows samples"]]:
+    """One slot further: log g·σ(c) and log(1 − g·σ(c)) from log g and log(1 − g).
+
+    1 − g·σ(c) = (1 − g) + g·(1 − σ(c)), and 1 − σ(c) = σ(−c): no difference of numbers near 1.
+
+    Args:
+        log_reached: log g, of the survival before the slot [*rows samples].
+        log_missed: log(1 − g) [*rows samples].
+        c: the slot's confidence logits, finite [*rows samples].
+
+    Returns:
+        Both logarithms after the slot [*rows samples].
+
+    Source: this module's note on reconstruction.
+    """
+    missed_here = log_reached + jax.nn.log_sigmoid(-c)
+    return log_reached + jax.nn.log_sigmoid(c), jnp.logaddexp(log_missed, missed_here)
 
 
 def fit_temperatures(
@@ -184,35 +213,53 @@ def fit_temperatures(
         c: confidence logits of held-out blocks [samples γ].
         accept: α, or accepted as 0 and 1 [samples γ].
         mask: M; a slot counts only if all before it do [samples γ].
-        candidates: temperatures > 0 to choose from [candidates].
+        candidates: temperatures to choose from, finite and > 0 [candidates].
 
     Returns:
         T [γ].
 
     Raises:
-        ValueError: a candidate is not above 0, or a slot has no sample.
+        ValueError: a candidate is not above 0 or not finite, a slot has no sample, or a slot that
+            counts has a confidence that is not finite or an acceptance outside [0, 1].
 
     Source: issue 3, sequential temperature scaling (reconstructed).
     """
-    if candidates.shape[0] == 0 or not bool((candidates > 0).all()):
-        raise ValueError("candidates: expected at least one temperature, each above 0")
-    before, reached, temperatures = jnp.ones_like(c[:, 0]), jnp.ones_like(c[:, 0]), []
-    counted = jnp.ones_like(mask[:, 0])
+    usable = jnp.isfinite(candidates) & (candidates > 0)
+    if candidates.shape[0] == 0 or not bool(usable.all()):
+        raise ValueError(
+            "candidates: expected at least one temperature, each finite and above 0, got "
+            f"{candidates.tolist()}"
+        )
+    c, accept = _counted_only(c, accept, mask)
+    hit, missed = jnp.zeros_like(c[:, 0]), jnp.full_like(c[:, 0], -jnp.inf)
+    reached, counted, temperatures = jnp.ones_like(c[:, 0]), jnp.ones_like(mask[:, 0]), []
     for j in range(c.shape[1]):
         counted, reached = counted & mask[:, j], reached * accept[:, j]
         if not bool(counted.any()):
             raise ValueError(
                 f"mask: no held-out sample reaches slot {j}; give longer blocks, or fit fewer slots"
             )
-        predicted = before[None, :] * jax.nn.sigmoid(c[:, j][None, :] / candidates[:, None])
-        rows = predicted.shape
-        loss = cumulative_cross_entropy(
-            predicted, jnp.broadcast_to(reached, rows), jnp.broadcast_to(counted, rows)
-        )
-        best = loss.argmin()
-        before = predicted[best]
+        scaled_c = c[:, j][None, :] / candidates[:, None]
+        rows = [jnp.broadcast_to(x, scaled_c.shape) for x in (hit, missed, reached, counted)]
+        hits, misses = log_survival(rows[0], rows[1], scaled_c)
+        best = cumulative_cross_entropy(hits, misses, rows[2], rows[3]).argmin()
+        hit, missed = hits[best], misses[best]
         temperatures.append(candidates[best])
     return jnp.stack(temperatures)
+
+
+def _counted_only(
+    c: Float[Array, "samples γ"], accept: Float[Array, "samples γ"], mask: Bool[Array, "samples γ"]
+) -> tuple[Float[Array, "samples γ"], Float[Array, "samples γ"]]:
+    counts = jnp.cumprod(mask, axis=1).astype(bool)
+    c, accept = jnp.where(counts, c, 0), jnp.where(counts, accept, 0)
+    if not bool(jnp.isfinite(c).all()):
+        raise ValueError(
+            "c: expected finite confidence logits wherever mask counts a slot; mask the others"
+        )
+    if not bool(((accept >= 0) & (accept <= 1)).all()):
+        raise ValueError("accept: expected acceptances from 0 to 1 wherever mask counts a slot")
+    return c, accept
 
 
 def _check_survivals(survivals: Float[Array, "requests γ"]) -> None:

@@ -21,6 +21,7 @@ from jaxdraft.scheduling import (
     confident_prefix,
     cumulative_cross_entropy,
     fit_temperatures,
+    log_survival,
     scaled,
     schedule,
     survival,
@@ -106,6 +107,16 @@ def test_lengths_by_hand():
     assert schedule(tied, lambda n: [0, 0, 3, 4, 9, 9, 9][n]).tolist() == [1, 0]
 
 
+def test_a_candidate_that_leaves_the_throughput_equal_is_admitted():
+    # Fault: < and ≤ exchanged in the early stop. All numbers are dyadic: exact. One request, times
+    # 1, 1.5, 1.75, 3: throughput 1/1, 1.5/1.5 = 1 (equal: admitted), 1.75/1.75 = 1, then
+    # 1.875/3 falls.
+    a = jnp.array([[0.5, 0.25, 0.125]])
+    assert schedule(a, lambda n: [0, 1, 1.5, 1.75, 3][n]).tolist() == [2]
+    # an equal one on the way to a better one: 1, 1, then 1.75/1.25
+    assert schedule(a, lambda n: [0, 1, 1.5, 1.25, 3][n]).tolist() == [2]
+
+
 def steps(n):
     """A tile of 1, then tiles of 3: not convex."""
     return 1.0 if n <= 1 else 2.0
@@ -189,10 +200,24 @@ def test_the_best_of_all_lengths_shifts_the_output(monkeypatch):
 
 def test_cumulative_cross_entropy_by_hand():
     # Faults: NaN at certain predictions that are right; masked samples counted; a mean.
-    g, a = jnp.array([0.5, 1.0, 0.0, 0.25]), jnp.array([0.5, 1.0, 0.0, 0.9])
-    m = jnp.array([True, True, True, False])
-    # one logarithm
-    assert float(cumulative_cross_entropy(g, a, m)) == pytest.approx(math.log(2), rel=1e-15)
+    g, a = jnp.array([0.5, 1.0, 0.0, 0.25, 0.2]), jnp.array([0.5, 1.0, 0.0, 0.9, 0.4])
+    m = jnp.array([True, True, True, False, True])
+    got = cumulative_cross_entropy(jnp.log(g), jnp.log1p(-g), a, m)
+    by_hand = math.log(2) - 0.4 * math.log(0.2) - 0.6 * math.log(0.8)
+    # a handful of logarithms
+    assert float(got) == pytest.approx(by_hand, rel=1e-15)
+
+
+def test_log_survival_by_hand():
+    # Faults: log(1 − g) from a g that rounds to 1 (−inf at slot 0 below), or lost beside log g.
+    hit, missed = jnp.zeros(2), jnp.full(2, -jnp.inf)
+    for c in (jnp.array([logit(0.75), 50.0]), jnp.array([logit(0.5), 60.0])):
+        hit, missed = log_survival(hit, missed, c)
+    # 1 − σ(50)·σ(60) = e^−50 + e^−60 to 1e-21; sigmoids of logarithms
+    np.testing.assert_allclose(jnp.exp(hit), [0.375, 1.0], rtol=1e-14)
+    np.testing.assert_allclose(
+        missed, [math.log(0.625), math.log(math.exp(-50) + math.exp(-60))], rtol=1e-14
+    )
 
 
 def grid():
@@ -235,6 +260,31 @@ def test_calibration_errors():
     mask = jnp.array([[True, False], [False, True]])
     with pytest.raises(ValueError, match="no held-out sample reaches slot 1"):
         fit_temperatures(c, c, mask, grid())
-    for bad in (grid()[:0], grid() - 0.25):
+    for bad in (grid()[:0], grid() - 0.25, jnp.array([1.0, jnp.inf]), jnp.array([jnp.nan])):
         with pytest.raises(ValueError, match="candidates: expected at least one temperature"):
             fit_temperatures(c, c, mask, bad)
+    # a NaN is the least of all losses to argmin; where nothing counts it may stand
+    odd, ok = jnp.array([[0.0, jnp.nan]]), jnp.array([[0.5, 0.5]])
+    on, off = jnp.array([[True, True]]), jnp.array([[True, False]])
+    with pytest.raises(ValueError, match="c: expected finite confidence logits"):
+        fit_temperatures(odd, ok, on, grid())
+    for wrong in (odd, jnp.array([[0.5, 1.5]]), jnp.array([[-0.5, 0.5]])):
+        with pytest.raises(ValueError, match="accept: expected acceptances from 0 to 1"):
+            fit_temperatures(ok, wrong, on, grid())
+    with pytest.raises(ValueError, match="no held-out sample reaches slot 1"):
+        fit_temperatures(odd, odd, off, grid())
+
+
+def test_float32_chooses_what_float64_chooses_where_sigmoids_round_to_1():
+    # Fault: −log(1 − g) of a g that float32 rounds to 1. At c = 20 both candidates do: their
+    # losses were +inf, or 0, alike, and the first one won. By hand: α = 0.99999 is σ(11.5), and T =
+    # 1 is nearer to 20/11.5 than T = ½. Slot 1: 0.7 = σ(0.847), 1/T = 1 is nearer than 2. With the
+    # acceptance certain, the sharper T = ½ is right.
+    c, mask = np.array([[20.0, 1.0]]), jnp.array([[True, True]])
+    for accept, expected in (([0.99999, 0.7], [1.0, 1.0]), ([1.0, 0.7], [0.5, 1.0])):
+        for dtype in (jnp.float32, jnp.float64):
+            for candidates in ([0.5, 1.0], [1.0, 0.5]):
+                given = [jnp.asarray(a, dtype) for a in (c, [accept], candidates)]
+                got = fit_temperatures(given[0], given[1], mask, given[2])
+                assert got.dtype == dtype
+                assert got.tolist() == expected, (dtype, candidates)
