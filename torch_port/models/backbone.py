@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from torch_port.config import SLIDING, DraftConfig
-from torch_port.models.attention import dense_mask, draft_attention, rotary_tables, rotate
+from torch_port.device import rms_norm, rotary, swiglu
+from torch_port.models.attention import dense_mask, draft_attention, rotary_tables
 
 
 class RMSNorm(nn.Module):
@@ -26,9 +26,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last axis."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (wide * scale * self.weight).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 @dataclass(frozen=True)
@@ -64,8 +62,8 @@ class Attention(nn.Module):
         k_BRKD = self.k_norm(self._heads(self.k_proj(source)))
         v_BRKD = self._heads(self.v_proj(source))
         out_BAQD = draft_attention(
-            rotate(q_BAQD, *geometry.query_rotary),
-            rotate(k_BRKD, *geometry.key_rotary),
+            rotary(q_BAQD, *geometry.query_rotary),
+            rotary(k_BRKD, *geometry.key_rotary),
             v_BRKD,
             geometry.masks[layer_type],
             geometry.keep_BQ,
@@ -88,7 +86,7 @@ class MLP(nn.Module):
 
     def forward(self, u: Tensor) -> Tensor:
         """Apply the gated feed-forward to the last axis."""
-        return self.down_proj(F.silu(self.gate_proj(u)) * self.up_proj(u))
+        return self.down_proj(swiglu(self.gate_proj(u), self.up_proj(u)))
 
 
 class DraftLayer(nn.Module):

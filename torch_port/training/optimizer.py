@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from torch_port.config import Settings
+from torch_port.device import fused_adamw
 
 
 class OptimizerConfig(Settings):
@@ -84,15 +85,14 @@ class MasterAdamW:
             self.parameters.append(parameter)
             self.masters.append(master)
             groups[decays(name)].append(master)
-        self._adamw = torch.optim.AdamW(
+        self._adamw = fused_adamw(
             [
                 {"params": groups[True], "weight_decay": config.weight_decay},
                 {"params": groups[False], "weight_decay": 0.0},
             ],
-            lr=0.0,
-            betas=config.betas,
-            eps=config.eps,
-            foreach=True,
+            config.betas,
+            config.eps,
+            self.masters[0].device,
         )
 
     def gradient_norm(self) -> Tensor:
@@ -108,12 +108,10 @@ class MasterAdamW:
         """
         # A norm of 0 gives inf, and min(1, inf) is 1: no gradient is moved by a division by 0.
         factor = (self.config.max_grad_norm / norm).clamp(max=1.0)
-        for parameter, master in self._pairs():
-            if parameter.grad is not None:
-                master.grad = parameter.grad.to(master.dtype) * factor
-        for group in self._adamw.param_groups:
-            group["lr"] = rate
-        self._adamw.step()
+        gradients = (
+            (m, None if p.grad is None else p.grad.to(m.dtype) * factor) for p, m in self._pairs()
+        )
+        self._adamw.step(rate, gradients)
         with torch.no_grad():
             for parameter, master in self._pairs():
                 if parameter is not master:
@@ -122,8 +120,8 @@ class MasterAdamW:
 
     def release_gradients(self) -> None:
         """Drop every gradient."""
-        for parameter, master in self._pairs():
-            parameter.grad = master.grad = None
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def moments(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return each parameter's first and second moment, by name (after the first step)."""
