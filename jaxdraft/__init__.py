@@ -10,7 +10,8 @@ Each module is one part of the specification sheet and each public function one 
 * ``objective``, ``metrics``: terms, sums, loss, metric pairs (§8, §9)
 * ``evaluate``: all of it, from arrays to an evaluation and its gradients
 * ``dflash``, ``dpace``: the bonus-anchor layout with its two objectives (§3, §12)
-* ``drafting``, ``decoding``: proposing a block, verifying it, the full loop (§10)
+* ``drafting``, ``decoding``, ``expectation``: proposing a block, verifying it, the full loop, the
+  expected length of a round (§10)
 * ``scheduling``: how many proposals to verify, and calibrated confidences
 * ``training``: learning rate, AdamW and the training step (§14)
 * ``checkpoint``: all that a run needs to go on, with orbax

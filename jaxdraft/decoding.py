@@ -1,23 +1,33 @@
-"""Speculative decoding (sheet §10): verifying a block, the loop, the expected length.
+"""Speculative decoding (sheet §10): verifying a block, and the loop.
 
 One sequence at a time. Shapes: seq tokens so far, n proposals in a round. A target and a draft are
-given as functions, so that anything can be decoded with. All randomness is an array of draws u in
+given as functions, so that anything can be decoded with, a draft of either layout among it
+(`drafting.dspark_drafter`, `dflash_drafter`). All randomness is an array of draws u in
 [0, 1); the draws of a round are in the order: proposals slot by slot, acceptances slot by slot,
 correction or bonus, 2n + 1 in all. A draw that a round has no use for (acceptances after a
 rejection) is skipped: every draw keeps its place.
 """
 
-import math
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jaxdraft.drafting import Drafter, Proposals, check_block, distribution, draft_block, sample
+from jaxdraft.config import is_real
+from jaxdraft.drafting import (
+    Drafter,
+    Proposals,
+    check_block,
+    check_logits,
+    distribution,
+    draft_block,
+    sample,
+)
 
 
 class TargetPass(NamedTuple):
@@ -31,7 +41,10 @@ TargetFunction = Callable[[Int[Array, " seq"]], TargetPass]
 
 
 class Round(NamedTuple):
-    """How many proposals were verified and accepted, and the tokens that the round adds."""
+    """How many proposals were verified and accepted, and the tokens that the round adds.
+
+    Plain Python numbers.
+    """
 
     proposed: int
     accepted: int
@@ -51,26 +64,38 @@ class DecodingConfig:
 
     `proposals` n per round, `limit` of new tokens, `temperature` of both sides (0 is greedy), the
     `end_of_text` id or None, and `truncate`: from the confidence logits [n] of a block to the
-    number of its proposals that get verified (see `jaxdraft.scheduling`), or None for all. The
+    number of its proposals that get verified, an int or an integer scalar of any array library
+    (see `jaxdraft.scheduling`), or None for all. Numbers are Python's, and none is coerced. The
     output stays exactly the target's only if keeping slot j depends on logits 0 … j alone: c_j
     knows the tokens before slot j, and c_{j+1} already knows token j.
 
     Raises:
-        ValueError: a number is out of its range; the message names it.
+        ValueError: a setting is of another type or out of its range; the message names it.
     """
 
     proposals: int
     limit: int
     temperature: float | int = 0
     end_of_text: int | None = None
-    truncate: Callable[[Float[Array, " n"]], int] | None = None
+    truncate: Callable[[Float[Array, " n"]], int | Int[Array, ""]] | None = None
 
     def __post_init__(self) -> None:
         for field in ("proposals", "limit"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field}: expected at least 1, got {getattr(self, field)}")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature: expected a number >= 0, got {self.temperature}")
+            value = getattr(self, field)
+            if not _is_count(value) or value < 1:
+                raise ValueError(f"{field}: expected a whole number (an int) >= 1, got {value!r}")
+        if not (is_real(self.temperature) and self.temperature >= 0):
+            raise ValueError(
+                f"temperature: expected a finite number >= 0, got {self.temperature!r}"
+            )
+        end = self.end_of_text
+        if end is not None and not (_is_count(end) and end >= 0):
+            raise ValueError(f"end_of_text: expected an id (an int) or None, got {end!r}")
+        if self.truncate is not None and not callable(self.truncate):
+            raise ValueError(
+                "truncate: expected a function of a block's confidence logits, or None; got "
+                f"{self.truncate!r}"
+            )
 
 
 def accepts(p: Float[Array, ""], q: Float[Array, ""], u: Float[Array, ""]) -> Bool[Array, ""]:
@@ -155,6 +180,38 @@ def verify(
     return proposals.shape[0], sample(p[-1], last_draw)
 
 
+def checked_pass(
+    target: TargetFunction, tokens: Int[Array, " seq"], drafter: Drafter
+) -> TargetPass:
+    """One pass of the target, refused where a row or an id would be taken for another one.
+
+    Args:
+        target: the target.
+        tokens: what it reads [seq].
+        drafter: gives the ids that will be looked up.
+
+    Returns:
+        The pass: logits [seq vocab], captured states [seq captured].
+
+    Raises:
+        ValueError: not one row per token, or fewer ids than the draft can propose.
+    """
+    scored, rows = target(tokens), tokens.shape[0]
+    for name, shape in zip(scored._fields, (array.shape for array in scored), strict=True):
+        if len(shape) != 2 or shape[0] != rows:
+            raise ValueError(
+                f"target: expected {name} with a row for each of the {rows} tokens that it was "
+                f"given, got {list(shape)}"
+            )
+    ids, largest = scored.logits.shape[1], int(drafter.kept.max())
+    if largest >= ids:
+        raise ValueError(
+            f"target: its logits have {ids} ids but the draft can propose id {largest}; use the "
+            "target that the draft was trained for"
+        )
+    return scored
+
+
 def speculative_round(
     target: TargetFunction,
     drafter: Drafter,
@@ -177,15 +234,22 @@ def speculative_round(
         The round, not cut yet, and the target's pass over tokens and verified proposals.
 
     Raises:
-        ValueError: more proposals than the block has slots, or `truncate` without confidences.
+        ValueError: more proposals than the block has slots, not 2n + 1 draws, logits of either
+            side that give no distribution, a target's pass that has not one row per token,
+            `truncate` without confidences or with an answer that is no number from 0 to n.
 
     Source: sheet §10.
     """
     n, t, anchor = config.proposals, config.temperature, tokens.shape[0] - 1
+    if draws.shape[0] != 2 * n + 1:
+        raise ValueError(
+            f"draws: expected 2·proposals + 1 = {2 * n + 1} for a round, got {draws.shape[0]}"
+        )
     block = draft_block(drafter, tokens, hidden_states, t, draws[:n])
     length = _verified_length(block, config)
     drafted = block.tokens[:length]
-    scored = target(jnp.concatenate([tokens, drafted]))
+    scored = checked_pass(target, jnp.concatenate([tokens, drafted]), drafter)
+    check_logits("the target's logits at the proposals", scored.logits[anchor:])
     p = distribution(scored.logits[anchor:], t)
     q = over_vocabulary(block.probabilities[:length], drafter.kept, p.shape[-1])
     accepted, token = verify(drafted, q, p, draws[n : n + length], draws[2 * n])
@@ -196,16 +260,20 @@ def speculative_round(
 def uniform_draws(
     key: Key[Array, ""], rounds: int, proposals: int, dtype: DTypeLike
 ) -> Float[Array, "rounds draws"]:
-    """Draws for `speculate`; those of a round depend on the key and its number alone.
+    """Draws for `speculate`, one row per round.
+
+    A row is a function of the key, its round's number, n and the dtype: not of how many rounds
+    are asked for, and not of how many of its draws a round came to use. Another n or dtype gives
+    other numbers.
 
     Args:
         key: a random key.
-        rounds: how many rounds; as many as new tokens are always enough.
+        rounds: how many rows; a round adds at least one token, so `limit` of them are enough.
         proposals: n.
         dtype: the working dtype.
 
     Returns:
-        Uniform on [0, 1) [rounds 2n+1].
+        Uniform on [0, 1), 1 excluded [rounds 2n+1].
 
     Source: sheet §10, randomness.
     """
@@ -228,7 +296,8 @@ def speculate(
     given the captured states of the committed tokens only, each from the pass that verified it.
 
     Args:
-        target: a causal target; called once for the prompt and once per round.
+        target: a causal target, a row of logits and of states for every token it is given; called
+            once for the prompt and once per round.
         drafter: the draft.
         prompt: at least one token; the last one is the first anchor [seq].
         config: proposals, limit, temperature, end of text, truncation.
@@ -239,15 +308,16 @@ def speculate(
         The tokens, prompt included, and the rounds: Σ len(committed) tokens are new.
 
     Raises:
-        ValueError: an empty prompt, more proposals than the block has slots, draws that are
-            missing, too few or outside [0, 1), `truncate` without confidences.
+        ValueError: an empty prompt, ids that the target does not have, draws that are missing, too
+            few or outside [0, 1), and whatever `speculative_round` refuses.
 
     Source: sheet §10; field notes 29 and 30.
     """
     if prompt.shape[0] == 0:
         raise ValueError("prompt: expected at least one token, the first anchor; got none")
     check_block(drafter, config.proposals)
-    scored = target(prompt)
+    scored = checked_pass(target, prompt, drafter)
+    _check_ids(prompt, config, scored.logits.shape[1])
     rows = _checked_draws(draws, config, scored.logits.dtype)
     tokens, rounds, left = prompt, [], config.limit
     while left > 0:
@@ -289,52 +359,6 @@ def cut(outcome: Round, left: int, end_of_text: int | None) -> Round:
     )
 
 
-def expected_length(
-    target: TargetFunction,
-    drafter: Drafter,
-    tokens: Int[Array, " seq"],
-    hidden_states: Float[Array, "context captured"],
-    proposals: int,
-    temperature: float | int,
-) -> Float[Array, ""]:
-    """Expected tokens of a round, by enumeration of every prefix that the draft can propose.
-
-    1 + Σ_j Σ over prefixes x of length j of Π_{k≤j} min(p_k(x_k | x_<k), q_k(x_k | x_<k)).
-    §9's τ puts α_k of one given continuation in the place of the inner sums: it is equal only
-    where α_k does not depend on the prefix. Takes K^n passes of the target.
-
-    Args:
-        target: the target.
-        drafter: the draft.
-        tokens: the tokens so far, the anchor last [seq].
-        hidden_states: captured states of the tokens before the anchor [context captured].
-        proposals: n.
-        temperature: t ≥ 0.
-
-    Returns:
-        A number from 1 to n + 1.
-
-    Raises:
-        ValueError: more proposals than the block has slots.
-
-    Source: sheet §10, expected length.
-    """
-    check_block(drafter, proposals)
-
-    def accepted_after(prefix: Int[Array, " longer"], state: Any, left: int) -> Float[Array, ""]:
-        state, z, _ = drafter.step(state, prefix[-1])
-        q = distribution(z, temperature)
-        p = distribution(target(prefix).logits[-1], temperature)
-        overlap = jnp.minimum(p[drafter.kept], q)
-        total = overlap.sum()
-        for i in overlap.nonzero()[0] if left > 1 else ():
-            longer = jnp.append(prefix, drafter.kept[i].astype(prefix.dtype))
-            total = total + overlap[i] * accepted_after(longer, state, left - 1)
-        return total
-
-    return 1 + accepted_after(tokens, drafter.begin(tokens, hidden_states), proposals)
-
-
 def _verified_length(block: Proposals, config: DecodingConfig) -> int:
     if config.truncate is None:
         return config.proposals
@@ -343,10 +367,33 @@ def _verified_length(block: Proposals, config: DecodingConfig) -> int:
             "truncate needs confidence logits but the draft has no confidence head: leave truncate "
             "out, or use a draft with enable_confidence_head = true"
         )
-    length = config.truncate(block.confidence_logits)
+    if bool(jnp.isnan(block.confidence_logits).any()):
+        raise ValueError("truncate: the draft's confidence logits hold NaN, which keeps no prefix")
+    answer = config.truncate(block.confidence_logits)
+    try:
+        length = -1 if isinstance(answer, bool) else operator.index(answer)
+    except TypeError:
+        length = -1
     if not 0 <= length <= config.proposals:
-        raise ValueError(f"truncate: expected 0 to {config.proposals} proposals, got {length}")
+        raise ValueError(
+            f"truncate: expected a whole number from 0 to proposals = {config.proposals}, got "
+            f"{answer!r}"
+        )
     return length
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_ids(prompt: Int[Array, " seq"], config: DecodingConfig, ids: int) -> None:
+    if not bool(((prompt >= 0) & (prompt < ids)).all()):
+        raise ValueError(f"prompt: expected ids from 0 to {ids - 1}, got {prompt.tolist()}")
+    if config.end_of_text is not None and config.end_of_text >= ids:
+        raise ValueError(
+            f"end_of_text = {config.end_of_text} is none of the target's ids, 0 to {ids - 1}: it "
+            "would end nothing"
+        )
 
 
 def _checked_draws(

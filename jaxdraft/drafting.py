@@ -1,7 +1,10 @@
 """Drafting one block slot by slot (sheet §10, §6).
 
 One sequence at a time. Shapes: seq tokens so far, n proposals, `kept` the ids that can be proposed.
-A draft is given as two functions (`Drafter`), so that anything can be decoded with.
+A draft is given as two functions (`Drafter`), so that anything can be decoded with. Both layouts
+are built: `dspark_drafter` reads γ proposals off a block, `dflash_drafter` γ−1, since slot 0 of the
+bonus-anchor layout holds the anchor. Rejection sampling needs to know nothing of it: in either
+layout each proposal was drawn from the q that is reported with it.
 """
 
 from collections.abc import Callable
@@ -12,9 +15,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxdraft.config import DraftConfig
+from jaxdraft.backbone import Backbone
+from jaxdraft.config import DFLASH, DSPARK, DraftConfig, check_layout
 from jaxdraft.draft import DSparkDraft
-from jaxdraft.evaluate import Target, fitting_map
+from jaxdraft.evaluate import Target, fitting_map, working_dtype
 from jaxdraft.heads import RnnMarkovHead
 from jaxdraft.vocabulary import VocabularyMap, kept_ids
 
@@ -28,13 +32,13 @@ class Slot(NamedTuple):
 
 
 class Drafter(NamedTuple):
-    """A draft as decoding sees it; `dspark_drafter` makes one from a model.
+    """A draft as decoding sees it; `dspark_drafter` and `dflash_drafter` make one from a model.
 
     `begin(tokens, hidden_states)` starts the block whose anchor is the last token, from the
     captured target states of the tokens before it, and returns a state. `step(state, previous)`
     gives the next slot; `previous` is the previous token, a **target** id. `kept` holds the target
     ids it can propose, ascending: no padding id is among them. `slots` is how many tokens a block
-    can propose: γ in the anchor-first layout.
+    can propose: γ in the anchor-first layout, γ−1 in the bonus-anchor one.
     """
 
     begin: Callable[[Int[Array, " seq"], Float[Array, "context captured"]], Any]
@@ -124,15 +128,16 @@ def draft_block(
         Target ids [n], q over the kept ids [n kept], confidence logits [n] or None.
 
     Raises:
-        ValueError: more proposals than the block has slots.
+        ValueError: more proposals than the block has slots, or logits that give no distribution.
 
     Source: sheet §10, §6; field notes 28 and 29.
     """
     check_block(drafter, draws.shape[0])
     state, previous = drafter.begin(tokens, hidden_states), tokens[-1]
     chosen, distributions, confidences = [], [], []
-    for u in draws:
+    for slot, u in enumerate(draws):
         state, z, c = drafter.step(state, previous)
+        check_logits(f"the draft's logits of proposal {slot}", z)
         q = distribution(z, temperature)
         previous = drafter.kept[sample(q, u)].astype(tokens.dtype)
         chosen.append(previous)
@@ -160,13 +165,35 @@ def check_block(drafter: Drafter, proposals: int) -> None:
     """
     if proposals > drafter.slots:
         raise ValueError(
-            f"proposals: {proposals} asked of a draft whose blocks have {drafter.slots} slots "
-            f"(block_size): ask for at most {drafter.slots}, or use a draft with larger blocks"
+            f"proposals: {proposals} asked of a draft whose blocks have {drafter.slots} slots to "
+            "propose with (block_size of them; one fewer in the bonus-anchor layout): ask for at "
+            f"most {drafter.slots}, or use a draft with larger blocks"
+        )
+
+
+def check_logits(name: str, logits: Float[Array, "*rows width"]) -> None:
+    """Refuse logits that give no distribution; −inf is the logit of an id that is never said.
+
+    At temperature 0 an argmax would pick NaN and go on; above it no comparison with NaN is true,
+    so every proposal would be rejected and the last id be drawn.
+
+    Args:
+        name: whose logits they are, for the message.
+        logits: z or ℓ [*rows width].
+
+    Raises:
+        ValueError: a row holds NaN or +inf, or nothing but −inf.
+    """
+    # A maximum passes NaN on.
+    if not bool(jnp.isfinite(logits.max(axis=-1)).all()):
+        raise ValueError(
+            f"{name}: expected numbers (−inf for ids that are never said), got NaN, +inf or a row "
+            "of −inf alone; look for a fault in its weights or in the captured states"
         )
 
 
 class BlockState(NamedTuple):
-    """Where a block of a DSpark draft stands: the next slot, h of all slots, the rnn head's s."""
+    """Where a block stands: the slot that is read next, h of all slots, the rnn head's s."""
 
     slot: Int[Array, ""]
     hidden: Float[Array, "γ hidden"]
@@ -186,7 +213,7 @@ def dspark_drafter(
     forward. Captured states at or after the anchor are not seen, so there may be more of them.
 
     Args:
-        config: what the draft is.
+        config: what the draft is, with `projector_type` "dspark".
         params: the parameter tree.
         target: E and U.
         vocabulary: the map; None only for an unpruned draft.
@@ -194,62 +221,48 @@ def dspark_drafter(
             their logits, also in an unpruned draft. None means V.
 
     Returns:
-        The drafter; its `kept` are the kept ids below V_tok.
+        The drafter; its `kept` are the kept ids below V_tok, and it has γ slots.
 
     Raises:
-        ValueError: the map does not fit the config, or keeps no id below V_tok.
+        ValueError: the config is of the other layout, the map does not fit it, or the map keeps
+            no id below V_tok.
 
     Source: sheet §10, §5, §6, §1 (V_tok); field notes 27 and 28.
     """
-    kept = kept_ids(fitting_map(config, vocabulary))
-    head_rows = target.lm_head[kept]
-    # Kept ids ascend, so the padding ids among them are the last columns of z.
-    proposable = kept if tokenizer_size is None else kept[kept < tokenizer_size]
-    if proposable.shape[0] == 0:
-        raise ValueError(
-            f"tokenizer_size = {tokenizer_size} leaves none of the kept ids: pass the number of "
-            "ids that the tokenizer can produce, or build the map with it"
-        )
-
-    def begin(
-        tokens: Int[Array, " seq"], hidden_states: Float[Array, "context captured"]
-    ) -> BlockState:
-        seen, needed = hidden_states.shape[0], tokens.shape[0] - 1
-        if seen < needed:
-            raise ValueError(
-                f"hidden_states: expected the captured states of the {needed} tokens before the "
-                f"anchor, got {seen}; pass the target's states of every token it has read"
-            )
-        anchor = jnp.asarray(needed)
-        return _begin(config, params, target.embed_tokens, anchor, tokens[-1], hidden_states)
-
-    def step(state: BlockState, previous: Int[Array, ""]) -> Slot:
-        after = _step(config, params, head_rows, state, previous)
-        return after._replace(logits=after.logits[: proposable.shape[0]])
-
-    return Drafter(begin=begin, step=step, kept=proposable, slots=config.block_size)
+    check_layout(config, DSPARK)
+    return _model_drafter(config, params, target, vocabulary, tokenizer_size)
 
 
-def block_hidden(
-    model: DSparkDraft,
-    target_states: Float[Array, "batch seq captured"],
-    draft_embeddings: Float[Array, "batch blocks γ hidden"],
-    anchors: Int[Array, "batch blocks"],
-) -> Float[Array, "batch blocks γ hidden"]:
-    """h of every slot; what the slots propose is not among its inputs.
+def dflash_drafter(
+    config: DraftConfig,
+    params: Any,
+    target: Target,
+    vocabulary: VocabularyMap | None,
+    tokenizer_size: int | None = None,
+) -> Drafter:
+    """A DFlash draft as decoding sees it: one backbone pass per block, the head per slot.
+
+    Slot k predicts x[a+k] and slot 0 holds the anchor, so proposal j is read off slot j+1. There
+    is no Markov head: the q of a proposal does not depend on the proposals before it, and the
+    slots give the logits of the forward pass whatever was sampled.
 
     Args:
-        model: the draft, bound to its parameters.
-        target_states: F [batch seq L·H].
-        draft_embeddings: E of anchor and mask tokens [batch blocks γ hidden].
-        anchors: a [batch blocks].
+        config: what the draft is, with `projector_type` "dflash".
+        params: the backbone's parameter tree.
+        target: E and U.
+        vocabulary: the map; None only for an unpruned draft.
+        tokenizer_size: V_tok, as for `dspark_drafter`.
 
     Returns:
-        h [batch blocks γ hidden].
+        The drafter, of γ−1 slots and without confidence logits.
 
-    Source: sheet §5.
+    Raises:
+        ValueError: as `dspark_drafter`.
+
+    Source: sheet §3, last paragraph; §10; §12.
     """
-    return model.backbone(target_states, draft_embeddings, anchors, jnp.ones_like(anchors, bool))
+    check_layout(config, DFLASH)
+    return _model_drafter(config, params, target, vocabulary, tokenizer_size)
 
 
 def slot_logits(
@@ -286,6 +299,60 @@ def slot_logits(
     return Slot(state=after, logits=z[0, 0, 0], confidence_logit=c)
 
 
+def _model_drafter(
+    config: DraftConfig,
+    params: Any,
+    target: Target,
+    vocabulary: VocabularyMap | None,
+    tokenizer_size: int | None,
+) -> Drafter:
+    kept = kept_ids(fitting_map(config, vocabulary))
+    head_rows = target.lm_head[kept]
+    # Kept ids ascend, so the padding ids among them are the last columns of z.
+    proposable = kept if tokenizer_size is None else kept[kept < tokenizer_size]
+    if proposable.shape[0] == 0:
+        raise ValueError(
+            f"tokenizer_size = {tokenizer_size} leaves none of the kept ids: pass the number of "
+            "ids that the tokenizer can produce, or build the map with it"
+        )
+
+    def begin(
+        tokens: Int[Array, " seq"], hidden_states: Float[Array, "context captured"]
+    ) -> BlockState:
+        _check_states(config, hidden_states, tokens.shape[0] - 1)
+        anchor = jnp.asarray(tokens.shape[0] - 1)
+        return _begin(config, params, target.embed_tokens, anchor, tokens[-1], hidden_states)
+
+    def step(state: BlockState, previous: Int[Array, ""]) -> Slot:
+        after = _step(config, params, head_rows, state, previous)
+        return after._replace(logits=after.logits[: proposable.shape[0]])
+
+    slots = config.block_size - _first_slot(config)
+    return Drafter(begin=begin, step=step, kept=proposable, slots=slots)
+
+
+def _first_slot(config: DraftConfig) -> int:
+    """Return the first slot that predicts a token after the anchor (sheet §3)."""
+    return 1 if config.projector_type == DFLASH else 0
+
+
+def _check_states(
+    config: DraftConfig, hidden_states: Float[Array, "context captured"], needed: int
+) -> None:
+    seen, width = hidden_states.shape
+    if seen < needed:
+        raise ValueError(
+            f"hidden_states: expected the captured states of the {needed} tokens before the "
+            f"anchor, got {seen}; pass the target's states of every token it has read"
+        )
+    layers, hidden = len(config.target_layer_ids), config.hidden_size
+    if width != layers * hidden:
+        raise ValueError(
+            f"hidden_states: expected {layers} captured layers (target_layer_ids) of hidden_size = "
+            f"{hidden}, that is rows of {layers * hidden}, got rows of {width}"
+        )
+
+
 @partial(jax.jit, static_argnums=0)
 def _begin(
     config: DraftConfig,
@@ -300,14 +367,17 @@ def _begin(
     # The anchor has a position but no state yet: a row that nothing sees, so that a context that
     # begins with the anchor is not empty.
     context = jnp.pad(hidden_states, ((0, 1), (0, 0)))
-    h = DSparkDraft(config).apply(
+    # What the slots propose is not among the backbone's inputs: one pass serves the whole block.
+    # A DSpark draft keeps the backbone's parameters at the top of its tree, beside its heads'.
+    h = Backbone(config, working_dtype(params)).apply(
         {"params": params},
         context[None],
         embedded[None, None],
         anchor[None, None],
-        method=block_hidden,
+        jnp.ones((1, 1), bool),
     )
-    return BlockState(jnp.zeros_like(anchor), h[0, 0], jnp.zeros((config.markov_rank,), h.dtype))
+    first = jnp.full_like(anchor, _first_slot(config))
+    return BlockState(first, h[0, 0], jnp.zeros((config.markov_rank,), h.dtype))
 
 
 @partial(jax.jit, static_argnums=0)
@@ -318,5 +388,8 @@ def _step(
     state: BlockState,
     previous: Int[Array, ""],
 ) -> Slot:
+    if config.projector_type == DFLASH:
+        z = head_rows @ state.hidden[state.slot]
+        return Slot(state=state._replace(slot=state.slot + 1), logits=z, confidence_logit=None)
     model = DSparkDraft(config)
     return model.apply({"params": params}, state, previous, head_rows, method=slot_logits)

@@ -22,20 +22,20 @@ def captured(tokens):
     return [[float(int("1" + "".join(map(str, tokens[: s + 1]))))] for s in range(len(tokens))]
 
 
-def table_target(vocab, seed=0, look_up=None):
-    """A causal target: its logits after a context are `look_up(context)`."""
+def table_target(vocab, seed=0, look_up=None, dtype=float):
+    """A causal target: its logits after a context are `look_up(context)`, in `dtype`."""
     look_up = look_up or (lambda context: row(seed, vocab, context))
 
     @functools.cache
     def pass_over(ids):
         logits = [look_up(ids[: s + 1]) for s in range(len(ids))]
-        return TargetPass(jnp.stack(logits), jnp.asarray(captured(ids)))
+        return TargetPass(jnp.stack(logits).astype(dtype), jnp.asarray(captured(ids)))
 
     return lambda tokens: pass_over(tuple(tokens.tolist()))
 
 
-def table_drafter(kept, slots=9, seed=1000, look_up=None, confidence=None):
-    """A draft whose logits, and confidence logits, depend on context and prefix.
+def table_drafter(kept, slots=9, seed=1000, look_up=None, confidence=None, dtype=float):
+    """A draft whose logits (in `dtype`), and confidence logits, depend on context and prefix.
 
     It refuses captured states that are not those of the tokens before the anchor.
     """
@@ -49,7 +49,7 @@ def table_drafter(kept, slots=9, seed=1000, look_up=None, confidence=None):
     def step(state, previous):
         context = (*state, int(previous))
         c = None if confidence is None else jnp.asarray(confidence(context))
-        return Slot(context, look_up(context), c)
+        return Slot(context, look_up(context).astype(dtype), c)
 
     return Drafter(begin, step, jnp.asarray(kept), slots)
 
@@ -58,14 +58,15 @@ class Paths:
     """Every path of decoding: a draw is the middle of one outcome's interval after another.
 
     The weights are products of interval lengths, so sums over all paths are exact expectations.
-    The real `sample` and `accepts` decide; that they do as the interval says is asserted.
+    The real `sample` and `accepts` decide, on numbers of `dtype`; that they do as the interval says
+    is asserted.
     """
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch, dtype=float):
         real = decoding.sample, decoding.accepts
         # Asked with equal numbers again and again: the answers are kept.
         self._sample, self._accepts = (
-            functools.cache(lambda *numbers, f=f: f(*map(jnp.asarray, numbers)).item())
+            functools.cache(lambda *args, f=f: f(*(jnp.asarray(x, dtype) for x in args)).item())
             for f in real
         )
         monkeypatch.setattr(decoding, "sample", self.sample)

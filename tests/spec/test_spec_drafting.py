@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from spec_toys import HIDDEN, SLOTS, K, V, config, params, toy_map
+from spec_toys import HIDDEN, SLOTS, K, V, config, dflash_config, params, toy_map
 from spec_toys import target as weights_of_target
 
+from jaxdraft import dflash
 from jaxdraft.decoding import DecodingConfig, TargetPass, speculate, uniform_draws
-from jaxdraft.drafting import draft_block, dspark_drafter
+from jaxdraft.drafting import dflash_drafter, draft_block, dspark_drafter
 from jaxdraft.evaluate import Batch, run_draft
 from jaxdraft.vocabulary import identity_map, kept_ids
 
@@ -29,9 +30,18 @@ HEADS = {
 LONGEST = 40
 
 
+def backbone_of(weights):
+    """A DFlash draft's tree: the backbone's part of a DSpark draft's."""
+    return {name: leaf for name, leaf in weights.items() if not name.endswith("_head")}
+
+
 def real(of, seed=0, **options):
     """The toy draft with random weights; captured states padded to one length, to compile once."""
-    drafter = dspark_drafter(of, params(of, seed), weights_of_target(), toy_map(), **options)
+    if of.projector_type == "dflash":
+        weights = backbone_of(params(config(**HEADS["none"]), seed))
+        drafter = dflash_drafter(of, weights, weights_of_target(), toy_map(), **options)
+    else:
+        drafter = dspark_drafter(of, params(of, seed), weights_of_target(), toy_map(), **options)
 
     def begin(tokens, hidden_states):
         assert hidden_states.shape[0] == tokens.shape[0] - 1
@@ -88,6 +98,51 @@ def test_slot_by_slot_equals_the_teacher_forced_forward(head):
                 np.testing.assert_allclose(c, expected, rtol=0, atol=1e-12)
 
 
+def test_a_dflash_block_is_the_forward_pass_of_slots_1_to_3():
+    # Faults: proposals read off the block one slot early (slot 0 holds the anchor), the block or
+    # its context placed one token off, a slot that depends on what was sampled before it.
+    of, anchors = dflash_config(), [0, 3]
+    ids = np.random.default_rng(7).integers(0, V, 8)
+    states = toy_target(ids).hidden_states
+    batch = Batch(
+        input_ids=jnp.asarray(ids)[None],
+        loss_mask=jnp.ones((1, 8)),
+        hidden_states=states[None],
+        target_last_hidden_states=jnp.zeros((1, 8, HIDDEN)),
+        anchor_positions=jnp.array([anchors]),
+        block_keep_mask=jnp.array([[True, True]]),
+    )
+    weights, kept = backbone_of(params(config(**HEADS["none"]))), kept_ids(toy_map())
+    forced = dflash.run_draft(of, weights, weights_of_target(), kept, batch)
+    labels_at = dflash.label_positions(batch.anchor_positions, batch.block_keep_mask, SLOTS, 8)
+    drafter = real(of)
+    assert drafter.slots == SLOTS - 1
+    for n, anchor in enumerate(anchors):
+        state = drafter.begin(jnp.asarray(ids[: anchor + 1]), states[:anchor])
+        for j in range(drafter.slots):
+            state, z, c = drafter.step(state, jnp.asarray(15 - j))
+            (slot,) = np.flatnonzero(labels_at[0, n] == anchor + 1 + j)
+            # two orders of summation over 8 to 40 terms, logits up to 1e1
+            np.testing.assert_allclose(z, forced.logits[0, n, slot], rtol=0, atol=1e-12)
+            assert c is None
+
+
+def test_each_layout_has_its_drafter():
+    # Faults: a draft decoded with the other layout than it was trained with, which no error shows;
+    # as many proposals as slots asked of a bonus-anchor block, where there is one fewer.
+    rest = weights_of_target(), toy_map()
+    dspark, bonus = config(**HEADS["none"]), dflash_config()
+    weights = params(dspark)
+    with pytest.raises(ValueError, match=r"expected 'dspark' .the anchor-first layout., got 'dfl"):
+        dspark_drafter(bonus, backbone_of(weights), *rest)
+    with pytest.raises(ValueError, match=r"expected 'dflash' .the bonus-anchor layout., got 'dsp"):
+        dflash_drafter(dspark, backbone_of(weights), *rest)
+    how = DecodingConfig(proposals=SLOTS, limit=2)
+    speculate(toy_target, real(dspark), jnp.array([2, 11]), how, None)
+    with pytest.raises(ValueError, match="4 asked of a draft whose blocks have 3 slots"):
+        speculate(toy_target, real(bonus), jnp.array([2, 11]), how, None)
+
+
 def test_a_prompt_of_one_token_needs_no_context():
     # Fault: attention over an empty context.
     of = config()
@@ -106,12 +161,13 @@ def greedy(prompt, limit, end_of_text=None):
     return tokens
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", [*HEADS, "dflash"])
 def test_temperature_0_is_the_targets_greedy_output(head):
     # Faults: ties, a bonus token from the wrong row, a stale context, draws that matter at t = 0.
-    of = config(**HEADS[head])
+    of = dflash_config() if head == "dflash" else config(**HEADS[head])
     prompt, drafter = [2, 11], real(of)
-    how = DecodingConfig(proposals=SLOTS, limit=12)
+    n = drafter.slots
+    how = DecodingConfig(proposals=n, limit=12)
     calls = []
 
     def counted(tokens):
@@ -123,7 +179,7 @@ def test_temperature_0_is_the_targets_greedy_output(head):
     accepted = sum(r.accepted for r in got.rounds)
     assert 0 < accepted < sum(r.proposed for r in got.rounds)
     assert len(calls) == 1 + len(got.rounds)
-    draws = uniform_draws(jax.random.key(3), 12, SLOTS, jnp.float64)
+    draws = uniform_draws(jax.random.key(3), 12, n, jnp.float64)
     assert speculate(toy_target, drafter, jnp.array(prompt), how, draws).rounds == got.rounds
 
 
@@ -192,3 +248,34 @@ def test_missing_captured_states_are_refused():
     tokens = jnp.array([1, 2, 3, 4, 5])
     with pytest.raises(ValueError, match="states of the 4 tokens before the anchor, got 2"):
         drafter.begin(tokens, jnp.zeros((2, 2 * HIDDEN)))
+    with pytest.raises(ValueError, match=r"2 captured layers .* rows of 16, got rows of 8"):
+        drafter.begin(tokens, jnp.zeros((4, HIDDEN)))
+
+
+@pytest.mark.parametrize("of", [config(), dflash_config()], ids=["dspark", "dflash"])
+def test_a_real_draft_in_float32(of):
+    # Faults: a float64 constant in the block (strict promotion refuses it), another dtype of q;
+    # rounding that reaches the tokens: from equal draws the two dtypes commit the same ones, unless
+    # a draw lies within 1e-6 of a bound, which none of these does.
+    def cast(dtype):
+        return lambda tree: jax.tree.map(lambda x: jnp.asarray(x, dtype), tree)
+
+    def single_target(tokens):
+        return cast(jnp.float32)(toy_target(tokens))
+
+    single = cast(jnp.float32)
+    if of.projector_type == "dflash":
+        weights, make = backbone_of(params(config(**HEADS["none"]))), dflash_drafter
+    else:
+        weights, make = params(of), dspark_drafter
+    narrow = make(of, single(weights), single(weights_of_target()), toy_map())
+    wide = make(of, weights, weights_of_target(), toy_map())
+    states = jnp.zeros((1, 2 * HIDDEN), jnp.float32)
+    draws = uniform_draws(jax.random.key(8), 6, 3, jnp.float32)
+    block = draft_block(narrow, jnp.array([2, 11]), states, 1.0, draws[0, :3])
+    assert block.probabilities.dtype == jnp.float32
+    how = DecodingConfig(proposals=3, limit=6, temperature=1.0)
+    got = speculate(single_target, narrow, jnp.array([2, 11]), how, draws)
+    exact = speculate(toy_target, wide, jnp.array([2, 11]), how, draws.astype(jnp.float64))
+    assert got.rounds == exact.rounds
+    assert any(r.accepted for r in got.rounds)
