@@ -88,20 +88,31 @@ def expected_suffix(
 
 
 def continuation_value(
-    prefix: Float[Array, "batch blocks γ"], suffix: Float[Array, "batch blocks γ"]
+    s: Float[Array, "batch blocks γ"], mask: Bool[Array, "batch blocks γ"]
 ) -> Float[Array, "batch blocks γ"]:
     """R/P: the tokens expected from slot k on, itself included, given that slot k is accepted.
 
+    Written without the quotient, as R_k/P_k = M_k + s_{k+1}·R_{k+1}/P_{k+1}: after some pruned
+    labels a small β makes P underflow to 0, where R/P would be 0/0 and the value is not.
+
     Args:
-        prefix: P, above 0 as β is [batch blocks γ].
-        suffix: R [batch blocks γ].
+        s: smoothed label probabilities [batch blocks γ].
+        mask: M [batch blocks γ].
 
     Returns:
         R/P [batch blocks γ]; at least 1 at counted slots.
 
     Source: sheet §12.
+
+    >>> mask = jnp.array([[[False, True, True]]])
+    >>> continuation_value(jnp.array([[[1.0, 0.5, 0.5]]]), mask)[0, 0].tolist()
+    [0.75, 1.5, 1.0]
     """
-    return suffix / prefix
+    counted = mask.astype(s.dtype)
+    values = [counted[..., -1]]
+    for k in reversed(range(s.shape[-1] - 1)):
+        values.append(counted[..., k] + s[..., k + 1] * values[-1])
+    return jnp.stack(values[::-1], axis=-1)
 
 
 def weights(
@@ -121,16 +132,23 @@ def weights(
         beta: β.
 
     Returns:
-        w [batch blocks γ].
+        w [batch blocks γ], finite for every β.
+
+    Raises:
+        ValueError: an unknown variant, or β outside (0, 1].
 
     Source: sheet §12.
     """
-    prefix = prefix_confidence(smoothed(jax.lax.stop_gradient(c), mask, beta))
-    suffix = expected_suffix(prefix, mask)
+    if variant not in VARIANTS:
+        raise ValueError(f"variant: expected one of {', '.join(VARIANTS)}, got {variant!r}")
+    if not 0 < beta <= 1:
+        raise ValueError(f"beta: expected a number above 0 and up to 1, got {beta!r}")
+    s = smoothed(jax.lax.stop_gradient(c), mask, beta)
+    prefix = prefix_confidence(s)
     value = {
         "cumulative": prefix,
-        "continuation": continuation_value(prefix, suffix),
-        "both": suffix,
+        "continuation": continuation_value(s, mask),
+        "both": expected_suffix(prefix, mask),
     }[variant]
     return mask.astype(c.dtype) * value
 

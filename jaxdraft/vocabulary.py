@@ -48,7 +48,7 @@ def kept_ids(vocabulary: VocabularyMap) -> Int[Array, " kept"]:
 
 
 def build_map(
-    counts: Any, size: Any, pinned: Iterable[Any] = (), tokenizer_size: int | None = None
+    counts: Any, size: Any, pinned: Iterable[Any] = (), tokenizer_size: Any = None
 ) -> VocabularyMap:
     """The map of the K most counted ids.
 
@@ -111,7 +111,7 @@ def teacher_mass(
 
 
 def build_map_by_mass(
-    mass: Any, size: Any, pinned: Iterable[Any] = (), tokenizer_size: int | None = None
+    mass: Any, size: Any, pinned: Iterable[Any] = (), tokenizer_size: Any = None
 ) -> VocabularyMap:
     """The map of the K ids to which the teacher gives most probability.
 
@@ -142,7 +142,7 @@ def build_map_by_mass(
     return _map_of_highest(mass, size, pinned, producible)
 
 
-def identity_map(vocab_size: int) -> VocabularyMap:
+def identity_map(vocab_size: Any) -> VocabularyMap:
     """The map of an unpruned draft: every id kept, every offset 0.
 
     Args:
@@ -151,8 +151,13 @@ def identity_map(vocab_size: int) -> VocabularyMap:
     Returns:
         The map with K = V.
 
+    Raises:
+        ValueError: V is no whole number from 1 up.
+
     Source: sheet §13, last line.
     """
+    if not _is_whole(vocab_size) or vocab_size < 1:
+        raise ValueError(f"vocab_size: expected a whole number >= 1, got {vocab_size!r}")
     return _map_of_kept(np.ones(vocab_size, dtype=np.bool_))
 
 
@@ -299,16 +304,21 @@ def _checked_mass(mass: Any) -> Float64[np.ndarray, " vocab"]:
     return array.astype(np.float64)
 
 
-def _checked_tokenizer_size(size: int | None, V: int) -> int:
+def _checked_tokenizer_size(size: Any, V: int) -> int:
     if size is None:
         return V
-    if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= V:
+    if not _is_whole(size) or not 1 <= size <= V:
         raise ValueError(f"tokenizer_size: expected a whole number from 1 to {V}, got {size!r}")
-    return size
+    return int(size)
+
+
+def _is_whole(value: object) -> bool:
+    """Whether it is an int of Python or of NumPy: K may come from an array. Booleans are none."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _check_size(size: Any, producible: int) -> None:
-    if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= producible:
+    if not _is_whole(size) or not 1 <= size <= producible:
         raise ValueError(
             f"size (draft_vocab_size): expected a whole number from 1 to {producible}, the ids "
             f"that the tokenizer can produce; got {size!r}"
@@ -319,7 +329,7 @@ def _checked_pins(
     pinned: Iterable[Any], size: int, producible: int
 ) -> Int64[np.ndarray, " pinned"]:
     given = list(pinned)
-    odd = [i for i in given if isinstance(i, bool) or not isinstance(i, int | np.integer)]
+    odd = [i for i in given if not _is_whole(i)]
     if odd:  # 1.7 would pin another token
         raise ValueError(f"pinned: expected whole numbers, got {odd[0]!r}")
     pins = sorted({int(i) for i in given})

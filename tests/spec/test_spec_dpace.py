@@ -64,6 +64,30 @@ def test_dpace_weights_carry_no_gradient():
         assert (np.asarray(grad) == 0).all()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_small_beta_leaves_the_weights_finite(dtype):
+    # Fault: R/P of a prefix that underflowed, 0/0. Slots 1 and 2 have pruned labels, so P is 1e-300
+    # (0 in float32) and then 0 at slot 3, whose label is certain: s = 1, and slot 4 is worth ½.
+    c = jnp.asarray([[[1.0, 0.0, 0.0, 1.0, 0.5]]], dtype)
+    mask = jnp.array([[[False, True, True, True, True]]])
+    beta = 1e-300
+    got = dpace.weights("continuation", c, mask, beta)
+    assert got.dtype == dtype
+    # β vanishes beside 1 and ½: exact
+    assert got[0, 0].tolist() == [0, 1, 2.5, 1.5, 1]
+    for variant in ("cumulative", "both"):
+        assert dpace.weights(variant, c, mask, beta)[0, 0, 2:].tolist() == [0, 0, 0]
+
+
+def test_dpace_errors():
+    # Fault: β = 0 or a variant of another spelling found out far from here, or never.
+    for beta in (0.0, -0.5, 1.5, float("nan")):
+        with pytest.raises(ValueError, match="beta: expected a number above 0"):
+            dpace.weights("both", jnp.asarray(C), jnp.asarray(MASK), beta)
+    with pytest.raises(ValueError, match="variant: expected one of cumulative, continuation, both"):
+        dpace.weights("Both", jnp.asarray(C), jnp.asarray(MASK), 0.5)
+
+
 @few_examples
 @given(
     st.lists(st.floats(0, 1), min_size=6, max_size=6),

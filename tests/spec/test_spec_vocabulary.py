@@ -62,7 +62,18 @@ def test_padding_rows_are_never_kept():
         build_map([0, 0, 3, 0, 0, 1], 2, tokenizer_size=4)
 
 
-@pytest.mark.parametrize("size", [0, -3, 7, True, 2.0, None])
+def test_a_whole_number_of_numpy_is_a_size():
+    # Fault: K read from an array refused as if it were no whole number, though pins may be such.
+    for kind in (np.int64, np.int32, np.uint8):
+        got = build_map([0, 0, 3, 0, 0, 0], kind(3), [kind(1)], tokenizer_size=kind(4))
+        assert kept(got) == [0, 1, 2]
+        assert kept(identity_map(kind(3))) == [0, 1, 2]
+    for bad in (np.True_, np.float64(2), 0, -1, np.int64(-1)):
+        with pytest.raises(ValueError, match="vocab_size: expected a whole number >= 1"):
+            identity_map(bad)
+
+
+@pytest.mark.parametrize("size", [0, -3, 7, True, 2.0, None, np.True_, np.float64(2), np.int64(7)])
 def test_bad_size(size):
     # Fault: a size coerced or clamped.
     with pytest.raises(ValueError, match=r"size \(draft_vocab_size\)"):
