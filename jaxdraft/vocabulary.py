@@ -256,7 +256,7 @@ def _map_of_highest(
     pinned: Iterable[Any],
     producible: int,
 ) -> VocabularyMap:
-    _check_size(size, producible)
+    size = _checked_size(size, producible)
     pins = _checked_pins(pinned, size, producible)
     by_score = np.argsort(-score[:producible], kind="stable")
     chosen = np.concatenate([pins, by_score[~np.isin(by_score, pins)]])[:size]
@@ -317,12 +317,13 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _check_size(size: Any, producible: int) -> None:
+def _checked_size(size: Any, producible: int) -> int:
     if not _is_whole(size) or not 1 <= size <= producible:
         raise ValueError(
             f"size (draft_vocab_size): expected a whole number from 1 to {producible}, the ids "
             f"that the tokenizer can produce; got {size!r}"
         )
+    return int(size)
 
 
 def _checked_pins(
