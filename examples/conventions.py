@@ -9,14 +9,17 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Int
 
-from jaxdraft import ObjectiveConfig, map_from_buffers
+from jaxdraft import ObjectiveConfig, VocabularyMap, blocks, dflash, map_from_buffers
 from jaxdraft.blocks import weights
+from jaxdraft.metrics import tau_probabilistic
 from jaxdraft.objective import coefficients, loss, slot_terms, weighted_sums
 from jaxdraft.teacher import conditional_teacher, true_teacher
 from jaxdraft.vocabulary import kept_ids
 
 KEPT = [0, 2, 5]
+ANCHOR = 0  # x[a], at position a = 0
 LABELS = [2, 4, 5]  # target ids; 4 is pruned
 DRAFT_LOGITS = [[0.0, 1.0, -1.0], [2.0, 0.0, 1.0], [0.5, 0.5, 1.5]]
 TEACHER_LOGITS = [
@@ -27,10 +30,17 @@ TEACHER_LOGITS = [
 OBJECTIVE = ObjectiveConfig(loss_decay_gamma=2.0)
 
 
-def rows() -> Iterator[tuple[str, str, float, str, float]]:
+Row = tuple[str, str, float, str, float]
+
+
+def example_map() -> VocabularyMap:
+    """The map that keeps KEPT of six ids."""
+    return map_from_buffers(np.isin(np.arange(6), KEPT), np.array(KEPT) - np.arange(3))
+
+
+def rows() -> Iterator[Row]:
     """Yield (quantity, this spec's choice, its value, the other choice, its value)."""
-    t2d = np.isin(np.arange(6), KEPT)
-    vocabulary = map_from_buffers(t2d, np.array(KEPT) - np.arange(3))
+    vocabulary = example_map()
     kept = kept_ids(vocabulary)
     z, teacher = jnp.array([[DRAFT_LOGITS]]), jnp.array([[TEACHER_LOGITS]])
     labels = jnp.asarray(vocabulary.index)[jnp.array([[LABELS]])]
@@ -96,6 +106,55 @@ def rows() -> Iterator[tuple[str, str, float, str, float]]:
         "one, as unpruned",
         loss(sums, sums.den, sums.ce_den, alphas, prunes=False),
     )
+    yield from layout_rows()
+
+
+def layout_rows() -> Iterator[Row]:
+    """Yield what the same logits are worth when each slot is read one position earlier.
+
+    In the other layout slot k speaks of x[a+k]: slot 0 of the anchor itself, which is not scored.
+    """
+    anchors, keep, m = jnp.zeros((1, 1), int), jnp.ones((1, 1), bool), jnp.ones((1, 4))
+    names = ("cross entropy", "mean acceptance", "τ")
+    ours = as_read(
+        blocks.label_positions(anchors, keep, 3, 4),
+        blocks.evaluation_mask(m, anchors, keep, 3),
+        first=0,
+    )
+    others = as_read(
+        dflash.label_positions(anchors, keep, 3, 4),
+        dflash.evaluation_mask(m, anchors, keep, 3),
+        first=1,
+    )
+    for name, value, other in zip(names, ours, others, strict=True):
+        layouts = "anchor-first: slot k says x[a+1+k]", "bonus-anchor: slot k says x[a+k]"
+        yield f"layout: {name}", layouts[0], value, layouts[1], other
+
+
+def as_read(
+    labels_at: Int[Array, "1 1 3"], mask: Bool[Array, "1 1 3"], first: int
+) -> tuple[float, float, float]:
+    """Cross entropy, mean acceptance and τ of the slots from `first` on, labels read there."""
+    vocabulary = example_map()
+    kept = kept_ids(vocabulary)
+    x, teacher = jnp.array([[ANCHOR, *LABELS]]), jnp.array([TEACHER_LOGITS])
+    # The teacher's row at a position speaks of the next one.
+    rows_read = blocks.at_positions(teacher, blocks.teacher_positions(labels_at))[:, :, first:]
+    z = jnp.array([[DRAFT_LOGITS]])[:, :, first:]
+    labels = jnp.asarray(vocabulary.index)[blocks.at_positions(x, labels_at)][:, :, first:]
+    terms = slot_terms(
+        z,
+        None,
+        labels,
+        conditional_teacher(rows_read, kept),
+        true_teacher(rows_read, kept),
+        prunes=True,
+    )
+    scored = mask[:, :, first:]
+    # Decay starts at the first slot that is scored, in either layout (sheet §3).
+    sums = weighted_sums(terms, weights(scored, jnp.array(2.0), z.dtype))
+    length, count = tau_probabilistic(terms.accept, scored)
+    return sums.ce_num / sums.ce_den, terms.accept.mean(), length / count
 
 
 def table() -> str:
