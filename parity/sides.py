@@ -70,7 +70,7 @@ def _port_answer(case: Case, dtype: str) -> Answer:
     torch.autograd.backward(loss)
     with torch.no_grad():
         e = draft.embed_previous(outcome.blocks.previous)
-        logits = draft.logits(outcome.hidden, e, draft.draft_head(target.lm_head))
+        logits = draft.logits(outcome.hidden, e, draft.output_head(target.lm_head))
         confidence = draft.confidence(outcome.hidden, e, detach=False)
     tensors = {
         "accept_probability": outcome.terms.accept,
@@ -115,7 +115,8 @@ def port_batch(arrays: dict[str, Array], dtype: str) -> Any:
 
     from torch_port.data.batch import Batch
 
-    return Batch(**{n: torch.from_numpy(v) for n, v in as_dtype(arrays, dtype).items()})
+    tensors: dict[str, Any] = {n: torch.from_numpy(v) for n, v in as_dtype(arrays, dtype).items()}
+    return Batch(**tensors)
 
 
 def setup_jax() -> None:

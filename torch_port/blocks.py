@@ -50,17 +50,12 @@ def make_blocks(
     slot_G = torch.arange(block_size, device=anchors_BN.device)
     keep_BN1 = keep_BN.unsqueeze(-1)
     position_BNG = anchors_BN.unsqueeze(-1) + slot_G
-    label_at_BNG = position_BNG + 1
-    in_range_BNG = label_at_BNG < S
-    safe_BNG = torch.where(keep_BN1, label_at_BNG.clamp(max=S - 1), 0)
+    safe_BNG = torch.where(keep_BN1, (position_BNG + 1).clamp(max=S - 1), 0)
     legal_BS = input_ids_BS.clamp(0, V - 1)
 
     def at(values_BS: Tensor, index: Tensor) -> Tensor:
         return values_BS.gather(1, index.reshape(B, -1)).view(index.shape)
 
-    supervised_BNG = at(loss_mask_BS, safe_BNG) > 0.5
-    valid_BNG = in_range_BNG & supervised_BNG & keep_BN1
-    evaluated_BNG = valid_BNG.to(torch.int32).cumprod(-1) > 0
     label_BNG = at(legal_BS, safe_BNG)
     first_BN1 = at(legal_BS, anchors_BN).unsqueeze(-1)
     draft_id_BNG = draft_index_V.index_select(0, label_BNG.flatten()).view(label_BNG.shape)
@@ -73,8 +68,21 @@ def make_blocks(
         label_draft_id=draft_id_BNG.clamp(min=0),
         previous=torch.cat([first_BN1, label_BNG[..., :-1]], dim=-1),
         teacher_position=(safe_BNG - 1).clamp(min=0),
-        evaluated=evaluated_BNG,
+        evaluated=evaluation_mask(loss_mask_BS, anchors_BN, keep_BN, block_size),
     )
+
+
+def evaluation_mask(
+    loss_mask_BS: Tensor, anchors_BN: Tensor, keep_BN: Tensor, block_size: int
+) -> Tensor:
+    """Return M, bool [B, N, G]: label in range, supervised, block kept; prefix product (§3.3)."""
+    S = loss_mask_BS.shape[1]
+    slot_G = torch.arange(block_size, device=anchors_BN.device)
+    label_at_BNG = anchors_BN.unsqueeze(-1) + 1 + slot_G
+    safe_BNG = label_at_BNG.clamp(max=S - 1)
+    mask_BNG = loss_mask_BS.gather(1, safe_BNG.flatten(1)).view(safe_BNG.shape)
+    valid_BNG = (label_at_BNG < S) & (mask_BNG > 0.5) & keep_BN.unsqueeze(-1)
+    return valid_BNG.to(torch.int32).cumprod(-1) > 0
 
 
 def slot_weights(evaluated_BNG: Tensor, decay: float | None, dtype: torch.dtype) -> Tensor:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from toys import H, V, batch, draft, target
+from toys import G, H, V, batch, draft, target
 
 from torch_port.config import ObjectiveConfig
 from torch_port.data.batch import batch_order, collate
@@ -29,7 +29,7 @@ def sample(length: int, seed: int, **changes: torch.Tensor) -> dict[str, torch.T
 
 def collated(samples: list[dict[str, torch.Tensor]]) -> object:
     ids = list(range(len(samples)))
-    return collate(samples, ids, num_anchors=3, seed=0, epoch=0, vocab_size=V)
+    return collate(samples, ids, num_anchors=3, seed=0, epoch=0, vocab_size=V, block_size=G)
 
 
 def test_padding_is_on_the_right_with_mask_zero() -> None:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from toys import KEPT, G, H, S, V, batch, draft, target
 
 from torch_port.blocks import slot_weights
+from torch_port.compute import ComputeConfig
 from torch_port.config import ObjectiveConfig
 from torch_port.errors import UserError
 from torch_port.models.dspark import FrozenTarget
@@ -133,6 +134,8 @@ def one_slot(kept_logits: list[float], teacher: list[float], label: int) -> Slot
 
         def draft_head(self, head: Tensor) -> Tensor:
             return head[: len(kept_logits)]
+
+        output_head = draft_head
 
         def embed_previous(self, previous: Tensor) -> None:
             return None
@@ -353,7 +356,8 @@ def test_no_target_wide_tensor_in_a_pruned_step() -> None:
         assert bool(seen.shapes - {(H, wide), (3, wide)}) == expected  # transposed E, U and W1
 
 
-def test_no_device_sync_boolean_index_or_float64_in_the_step() -> None:
+@pytest.mark.parametrize("objective", ["plain", "fused"])
+def test_no_device_sync_boolean_index_or_float64_in_the_step(objective: str) -> None:
     """Faults: `.item()`, `nonzero`, masked assignment or a float64 table inside the step."""
 
     class Watch(TorchDispatchMode):
@@ -372,7 +376,8 @@ def test_no_device_sync_boolean_index_or_float64_in_the_step() -> None:
     model = draft().float()
     frozen = target()
     frozen = FrozenTarget(frozen.embed_tokens.float(), frozen.lm_head.float())
-    b = batch().to(torch.device("cpu"), torch.float32)
+    b = batch().laid_out(G).to(torch.device("cpu"), torch.float32)
+    model.compute = ComputeConfig(objective=objective)
     loss_of(model, b, frozen)  # index and rotary tables are made once, on the host
     with Watch() as watch:
         loss, _ = loss_of(model, b, frozen)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torch_port.anchors import draw_anchors
 from torch_port.errors import UserError
+from torch_port.layout import Layout, lay_out
 
 Sample = Mapping[str, Tensor]
 
@@ -27,12 +28,21 @@ class Batch:
     anchor_positions: Tensor
     block_keep_mask: Tensor
     target_log_normalizer: Tensor | None = None
+    layout: Layout | None = None  # found on the host by `laid_out`; else each step asks for it
+
+    def laid_out(self, block_size: int) -> Batch:
+        """Return the batch with its layout for γ = `block_size`. Call on the host, before `to`."""
+        layout = lay_out(self.loss_mask, self.anchor_positions, self.block_keep_mask, block_size)
+        return replace(self, layout=layout)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
         """Move to a device; states and mask in `dtype`. The normaliser stays float32 or better."""
         moved: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
+            if isinstance(value, Layout):
+                moved[field.name] = value.to(device)
+                continue
             if field.name == "target_log_normalizer" and value is not None:
                 value = value.to(torch.promote_types(dtype, torch.float32))
             elif value is not None and value.is_floating_point():
@@ -49,10 +59,11 @@ def collate(
     seed: int,
     epoch: int,
     vocab_size: int,
+    block_size: int,
 ) -> Batch:
-    """Pad samples on the right (mask 0) and draw their anchors.
+    """Pad samples on the right (mask 0), draw their anchors and lay out their blocks.
 
-    Arguments: feature samples (contracts §5); their ids, which seed the draws; N; V.
+    Arguments: feature samples (contracts §5); their ids, which seed the draws; N; V; γ.
     Returns a `Batch` on the host.
     Raises UserError for an id that is no row of the target, naming the sample.
     """
@@ -75,7 +86,7 @@ def collate(
     loss_mask = padded("loss_mask")
     anchors, keep = draw_anchors(loss_mask.numpy(), list(sample_ids), num_anchors, seed, epoch)
     stored = all("target_log_normalizer" in sample for sample in samples)
-    return Batch(
+    batch = Batch(
         input_ids=padded("input_ids"),
         loss_mask=loss_mask,
         hidden_states=padded("hidden_states"),
@@ -84,6 +95,7 @@ def collate(
         block_keep_mask=torch.from_numpy(keep),
         target_log_normalizer=padded("target_log_normalizer") if stored else None,
     )
+    return batch.laid_out(block_size)
 
 
 def batch_order(count: int, batch_size: int, seed: int, steps: int) -> Iterator[tuple[int, Tensor]]:

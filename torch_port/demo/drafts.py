@@ -114,6 +114,7 @@ def _batch(
         seed=recipe.draft_seed,
         epoch=epoch,
         vocab_size=prepared.vocab_size,
+        block_size=recipe.block_size,
     )
 
 

@@ -39,9 +39,19 @@ class FrozenTarget:
 
 
 class DSparkDraft(DraftVocabMappingMixin, Backbone):
-    """A block-parallel draft in the anchor-first layout. Source: spec sheet §5, §6."""
+    """A block-parallel draft in the anchor-first layout. Source: spec sheet §5, §6.
 
-    def __init__(self, config: DraftConfig, compute: ComputeConfig | None = None) -> None:
+    With `trainable_head` it has a K-row output head of its own, `lm_head.weight`, trained with the
+    rest (start it from the target's rows: `copy_head`); the teacher keeps the frozen U. That costs
+    one more [M, K, H] product per step and K·H parameters, gradients, masters and moments.
+    """
+
+    def __init__(
+        self,
+        config: DraftConfig,
+        compute: ComputeConfig | None = None,
+        trainable_head: bool = False,
+    ) -> None:
         super().__init__()
         self.config = config
         self.compute = compute or ComputeConfig()
@@ -49,6 +59,11 @@ class DSparkDraft(DraftVocabMappingMixin, Backbone):
         head = MARKOV_HEADS.get(config.markov_head_type)
         self.markov_head = head(config) if head else None
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
+        self.lm_head = (
+            nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+            if trainable_head
+            else None
+        )
         self.register_vocab_buffers(config.vocab_size, config.draft_vocab_size)
 
     def initialise(self, generator: torch.Generator) -> None:
@@ -83,6 +98,22 @@ class DSparkDraft(DraftVocabMappingMixin, Backbone):
         ids = blocks.input_ids
         embedded = target.embed_tokens.index_select(0, ids.flatten()).view(*ids.shape, -1)
         return self.run_backbone(embedded, blocks.position, hidden_states_BSF, anchors_BN, keep_BN)
+
+    def output_head(self, lm_head_VH: Tensor) -> Tensor:
+        """Return the head of the draft's logits, [K, H]: its own, or the target's kept rows."""
+        return self.draft_head(lm_head_VH) if self.lm_head is None else self.lm_head.weight
+
+    def copy_head(self, lm_head_VH: Tensor) -> None:
+        """Start the trainable head from the target's kept rows.
+
+        Raises UserError without a trainable head.
+        """
+        if self.lm_head is None:
+            raise UserError(
+                "copy_head: this draft borrows the target's head; build it with trainable_head=True"
+            )
+        with torch.no_grad():
+            self.lm_head.weight.copy_(self.draft_head(lm_head_VH))
 
     def logits(self, hidden: Tensor, e: Tensor | None, draft_head_KH: Tensor) -> Tensor:
         """Return z = h·U_Kᵀ + Markov bias, […, G, K] (Eq. 5)."""

@@ -6,6 +6,8 @@ leading axes. Every head type ends in W2: bias = code · W2ᵀ, with a code of w
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +16,10 @@ from torch_port.config import DraftConfig
 
 class MarkovHead(nn.Module):
     """Vanilla: code = W1[previous]. W1 is [V, r], read with *target* ids; W2 is [K, r]."""
+
+    # What a slot's code depends on: its previous token alone ("position": slots of different blocks
+    # that stand at one position share it), the slot's own state, or the block up to the slot.
+    scope: Literal["position", "slot", "block"] = "position"
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
@@ -36,6 +42,8 @@ class MarkovHead(nn.Module):
 class GatedMarkovHead(MarkovHead):
     """Gated: code = σ(Wg·[h; e] + bg) ⊙ e."""
 
+    scope = "slot"
+
     def __init__(self, config: DraftConfig) -> None:
         super().__init__(config)
         r = config.markov_rank
@@ -51,6 +59,8 @@ class RecurrentMarkovHead(MarkovHead):
 
     [g; c; o] = Wj·[s; e; h] + bj; s ← σ(g)⊙s + (1 − σ(g))⊙tanh(c). Written out: no GRU kernel.
     """
+
+    scope = "block"
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__(config)

@@ -11,6 +11,7 @@ from torch_port.blocks import Blocks, make_blocks, slot_weights
 from torch_port.config import ObjectiveConfig
 from torch_port.data.batch import Batch
 from torch_port.models.dspark import DSparkDraft, FrozenTarget
+from torch_port.objective.fused_batch import fused_objective
 from torch_port.objective.loss import (
     Denominators,
     Numerators,
@@ -71,21 +72,44 @@ def forward_batch(
     hidden = draft(
         blocks, batch.hidden_states, batch.anchor_positions, batch.block_keep_mask, target
     )
-    terms = slot_terms(
-        draft,
-        hidden,
-        blocks,
-        target,
-        batch.target_last_hidden_states,
-        batch.target_log_normalizer,
-        objective,
+    terms, loss = batch_objective(
+        draft, hidden, blocks, batch, target, objective, denominators, ranks
     )
     weights = slot_weights(blocks.evaluated, objective.loss_decay_gamma, terms.l1.dtype)
-    numerators = weigh(terms, weights)
+    metrics = metric_pairs(
+        terms,
+        blocks,
+        weights,
+        prunes=draft.prunes_vocabulary,
+        confidence=draft.confidence_head is not None,
+    )
+    return Outcome(blocks, hidden, terms, weigh(terms, weights), metrics, loss)
+
+
+def batch_objective(
+    draft: DSparkDraft,
+    hidden_BNGH: Tensor,
+    blocks: Blocks,
+    batch: Batch,
+    target: FrozenTarget,
+    objective: ObjectiveConfig,
+    denominators: Denominators | None,
+    ranks: int,
+) -> tuple[SlotTerms, Tensor | None]:
+    """Return every slot's terms and the loss (None without denominators), as `draft.compute` says.
+
+    "plain" keeps the published operations in their order; "fused" computes the gradient along with
+    the terms, which then carry none.
+    """
+    if draft.compute.objective == "fused":
+        return fused_objective(
+            draft, hidden_BNGH, blocks, batch, target, objective, denominators, ranks
+        )
+    states, normalizer = batch.target_last_hidden_states, batch.target_log_normalizer
+    terms = slot_terms(draft, hidden_BNGH, blocks, target, states, normalizer, objective)
+    if denominators is None:
+        return terms, None
+    weights = slot_weights(blocks.evaluated, objective.loss_decay_gamma, terms.l1.dtype)
     prunes = draft.prunes_vocabulary
-    confidence = draft.confidence_head is not None
-    metrics = metric_pairs(terms, blocks, weights, prunes=prunes, confidence=confidence)
-    loss = None
-    if denominators is not None:
-        loss = assemble_loss(numerators, denominators, objective, prunes=prunes, ranks=ranks)
-    return Outcome(blocks, hidden, terms, numerators, metrics, loss)
+    numerators = weigh(terms, weights)
+    return terms, assemble_loss(numerators, denominators, objective, prunes=prunes, ranks=ranks)

@@ -13,12 +13,15 @@ SLICE = 1024
 
 
 @torch.no_grad()
-def log_normalizer(states: Tensor, lm_head_VH: Tensor, rows: int = SLICE) -> Tensor:
-    """Return logsumexp over all V of states·Uᵀ, streamed over slices of the head's rows.
+def log_normalizer(
+    states: Tensor, lm_head_VH: Tensor, rows: int = SLICE, ids: Tensor | None = None
+) -> Tensor:
+    """Return logsumexp over all V (or over `ids` alone) of states·Uᵀ, streamed over head rows.
 
     Running maximum m and sum s of exp(ℓ − m), rescaled whenever the maximum moves.
 
-    Arguments: `states` […, H]; `lm_head_VH`; `rows` of the head per slice.
+    Arguments: `states` […, H]; `lm_head_VH`; `rows` of the head per slice; `ids`, the target ids to
+    sum over, in any order.
     Returns […] in float32 or better, computed in that type from the stored states and head:
     products rounded to bf16 would let the kept mass exceed 1 (§11).
     """
@@ -26,9 +29,12 @@ def log_normalizer(states: Tensor, lm_head_VH: Tensor, rows: int = SLICE) -> Ten
     largest = states.new_full(states.shape[:-1], -torch.inf, dtype=dtype)
     total = torch.zeros_like(largest)
     wide = states.to(dtype)
-    for part_RH in lm_head_VH.split(rows):
+    parts = lm_head_VH.split(rows) if ids is None else ids.split(rows)
+    for part in parts:
+        part_RH = part if ids is None else lm_head_VH.index_select(0, part)
         logits = wide @ part_RH.to(dtype).T
         top = torch.maximum(largest, logits.amax(-1))
-        total = total * (largest - top).exp() + (logits - top.unsqueeze(-1)).exp().sum(-1)
+        share = logits.sub_(top.unsqueeze(-1)).exp_().sum(-1)
+        total = total * (largest - top).exp() + share
         largest = top
     return largest + total.log()

@@ -77,7 +77,7 @@ def slot_terms(
     Returns a `SlotTerms` of [B, N, G] tensors.
     """
     B, N, G, H = hidden_BNGH.shape
-    head_KH = draft.draft_head(target.lm_head)
+    head_KH, teacher_KH = draft.output_head(target.lm_head), draft.draft_head(target.lm_head)
     if not draft.prunes_vocabulary:
         normalizer_BS = teacher_states_BSH.new_zeros(B, teacher_states_BSH.shape[1])  # not read
     elif normalizer_BS is None:
@@ -106,6 +106,7 @@ def slot_terms(
                 draft,
                 inputs,
                 head_KH,
+                teacher_KH,
                 objective,
                 use_reentrant=False,
                 preserve_rng_state=False,  # nothing in a chunk draws
@@ -116,7 +117,11 @@ def slot_terms(
 
 
 def _chunk_terms(
-    draft: DSparkDraft, chunk: _Chunk, head_KH: Tensor, objective: ObjectiveConfig
+    draft: DSparkDraft,
+    chunk: _Chunk,
+    head_KH: Tensor,
+    teacher_KH: Tensor,
+    objective: ObjectiveConfig,
 ) -> tuple[Tensor, ...]:
     M = chunk.evaluated
     e = draft.embed_previous(chunk.previous)
@@ -125,7 +130,7 @@ def _chunk_terms(
     with torch.no_grad():
         # Widened before the product: one rounded to bf16 does not fit its float32 normaliser, and
         # the kept mass came out up to 1.28.
-        teacher = _where_evaluated(M, _wide(chunk.teacher_state) @ _wide(head_KH).T)
+        teacher = _where_evaluated(M, _wide(chunk.teacher_state) @ _wide(teacher_KH).T)
         conditional = teacher.softmax(-1)
         if draft.prunes_vocabulary:
             true = (teacher - _where_evaluated(M, chunk.teacher_normalizer).unsqueeze(-1)).exp()

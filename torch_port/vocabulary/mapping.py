@@ -81,6 +81,7 @@ class DraftVocabMappingMixin(nn.Module):
         """Register the buffers, not installed, when K < V. Call once, from the draft's __init__."""
         self.vocab_size, self.draft_vocab_size = vocab_size, draft_vocab_size
         self._kept_ids: Tensor | None = None
+        self._pruned_ids: Tensor | None = None
         self._index: Tensor | None = None
         self._head: tuple[Tensor, Tensor] | None = None
         if self.prunes_vocabulary:
@@ -114,7 +115,7 @@ class DraftVocabMappingMixin(nn.Module):
 
     def vocabulary_changed(self) -> None:
         """Forget what was derived from the buffers. Call after a broadcast or a sharded load."""
-        self._kept_ids = self._index = self._head = None
+        self._kept_ids = self._pruned_ids = self._index = self._head = None
 
     def _refuse_conflict(self, t2d_V: Tensor) -> None:
         if bool(self.t2d.any()) and not torch.equal(self.t2d.cpu(), t2d_V.cpu()):
@@ -142,6 +143,13 @@ class DraftVocabMappingMixin(nn.Module):
                 check_map(self.t2d, self.d2t, self.vocab_size, self.draft_vocab_size)
                 self._kept_ids = torch.arange(self.draft_vocab_size, device=device) + self.d2t
         return self._kept_ids
+
+    def pruned_target_ids(self) -> Tensor:
+        """Return the target ids that no draft id stands for, ascending, int64 [V − K]."""
+        if self._pruned_ids is None:
+            index = self.draft_vocab_index().cpu()
+            self._pruned_ids = (index == PRUNED).nonzero().squeeze(1).to(self.vocab_device)
+        return self._pruned_ids
 
     @property
     def vocab_device(self) -> torch.device:

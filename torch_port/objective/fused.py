@@ -1,0 +1,373 @@
+"""Cross entropy and L1 with their gradients in one pass over chunks (spec sheet §7, §8).
+
+Nothing K-wide outlives its chunk and nothing is computed twice. The denominators depend on masks
+alone, so the gradient with respect to the logits is known as soon as the logits are:
+
+    dCE/dz = q − onehot(label),   dΣ|q − p̃|/dz = q ⊙ (s − Σ q⊙s),   s = sign(q − p̃).
+
+What depends on the sequence position only (the teacher, the vanilla head's bias, and the sums for
+its gradient) is done once per covered position, not once per slot. Slots are walked in the order of
+their positions, which the host knows (`torch_port/layout.py`): a group of positions fills the
+position buffers, and the group's slots pass through the slot buffers a chunk at a time.
+
+Shape suffixes: M evaluated slots, P covered positions, T all slots (B·N·G), C slots of a chunk,
+Q positions of a group, K draft ids, H hidden size, r Markov rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from torch_port.errors import UserError
+from torch_port.layout import Layout
+from torch_port.objective.reductions import row_max
+
+BUFFERS = 3  # K-wide buffers for the slots of a chunk, and as many for the positions of a group
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """What the frozen target says at the covered positions; never given a gradient."""
+
+    states_PH: Tensor
+    head_KH: Tensor
+    normalizer_P: Tensor | None  # log Σ exp over all of V, where the features carry it
+    pruned_P: Tensor | None  # else log Σ exp over the pruned ids; neither when K = V
+
+
+@dataclass(frozen=True)
+class Slots:
+    """What the objective asks of each evaluated slot, in the layout's order."""
+
+    label_M: Tensor  # draft id; any legal one where the label was pruned
+    kept_M: Tensor  # bool
+    ce_factor_M: Tensor  # what ce is multiplied by in the loss, 0 where pruned
+    l1_factor_M: Tensor  # what l1 is multiplied by in the loss
+
+
+@dataclass(frozen=True)
+class Code:
+    """What W2 turns into the Markov bias, by position [P, r] (vanilla) or by slot [M, r]."""
+
+    values: Tensor
+    by_position: bool
+
+
+@dataclass(frozen=True)
+class SlotValues:
+    """Each evaluated slot's values, [M], without gradient, in float32 or better."""
+
+    ce: Tensor
+    l1: Tensor
+    accept: Tensor
+    kept_mass: Tensor
+    correct: Tensor
+    agrees: Tensor
+    teacher_top: Tensor
+    draft_top: Tensor
+
+
+def fused_terms(
+    hidden_TH: Tensor,
+    code: Code | None,
+    w2_Kr: Tensor | None,
+    head_KH: Tensor,
+    teacher: Teacher,
+    slots: Slots,
+    layout: Layout,
+    buffer_bytes: int,
+) -> tuple[Tensor, SlotValues]:
+    """Return Σ (ce_factor·ce + l1_factor·l1), which carries the gradient, and every slot's values.
+
+    Arguments: `hidden_TH`, the states of all slots; `code` with W2, or neither without a Markov
+    head; `head_KH`, the draft's head: frozen, or a parameter, which then costs one more product of
+    the forward one's size and K×H floats for its gradient; `buffer_bytes` for all K-wide buffers.
+    Raises UserError when `buffer_bytes` do not hold one slot and its position.
+    """
+    work = _Work(
+        teacher,
+        slots,
+        layout,
+        by_position=code is not None and code.by_position,
+        buffer_bytes=buffer_bytes,
+        gradients=torch.is_grad_enabled(),
+    )
+    values = None if code is None else code.values
+    loss, columns = _Fused.apply(hidden_TH, values, w2_Kr, head_KH, work)
+    return loss, SlotValues(*columns.unbind(0))
+
+
+@dataclass(frozen=True)
+class _Work:
+    teacher: Teacher
+    slots: Slots
+    layout: Layout
+    by_position: bool
+    buffer_bytes: int
+    gradients: bool
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TH: Tensor,
+        code: Tensor | None,
+        w2_Kr: Tensor | None,
+        head_KH: Tensor,
+        work: _Work,
+    ) -> tuple[Tensor, Tensor]:
+        needs = ctx.needs_input_grad[:4] if work.gradients else (False,) * 4
+        walk = _Walk((hidden_TH, code, w2_Kr, head_KH), work, needs)
+        values = walk.run()
+        ctx.save_for_backward(*walk.gradients())
+        ctx.mark_non_differentiable(values)
+        slots = work.slots
+        return (slots.ce_factor_M * values[0] + slots.l1_factor_M * values[1]).sum(), values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        # Out of place: with retain_graph the saved gradients are read again.
+        scaled = (None if g is None else g * grad.to(g.dtype) for g in ctx.saved_tensors)
+        return (*scaled, None)
+
+
+@dataclass(frozen=True)
+class _Said:
+    """The teacher at a group's positions: kept mass, largest true probability, its draft id."""
+
+    mass_Q: Tensor
+    top_Q: Tensor
+    best_Q: Tensor
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Consecutive covered positions, and the chunks that their slots are walked in."""
+
+    positions: slice
+    chunks: tuple[slice, ...]
+
+
+def _groups(layout: Layout, slot_rows: int, position_rows: int) -> Iterator[_Group]:
+    """Cut the covered positions into groups, and each group's slots into chunks of like size."""
+    last = len(layout.first_P) - 1
+    for start in range(0, last, position_rows):
+        end = min(start + position_rows, last)
+        first, beyond = layout.first_P[start], layout.first_P[end]
+        parts = -(-(beyond - first) // slot_rows)
+        size = -(-(beyond - first) // parts)
+        chunks = (slice(i, min(i + size, beyond)) for i in range(first, beyond, size))
+        yield _Group(slice(start, end), tuple(chunks))
+
+
+class _Walk:
+    """One pass over a batch's slots: inputs, buffers, and the sums that come out."""
+
+    def __init__(
+        self, inputs: tuple[Tensor | None, ...], work: _Work, needs: tuple[bool, ...]
+    ) -> None:
+        hidden, self.code, self.w2, head = inputs
+        assert hidden is not None
+        assert head is not None
+        self.hidden, self.head = hidden, head
+        self.layout, self.teacher, self.slots = work.layout, work.teacher, work.slots
+        self.by_position = work.by_position
+        self.wide = torch.promote_types(hidden.dtype, torch.float32)
+        # Sums over chunks are held in float32 or better until the end.
+        self.d_hidden = torch.zeros_like(hidden) if needs[0] else None
+        self.d_code, self.d_w2, self.d_head = (
+            None if x is None or not need else torch.zeros_like(x, dtype=self.wide)
+            for x, need in zip(inputs[1:], needs[1:], strict=True)
+        )
+        self.backward = any(needs)
+        self.rows = _rows(work.buffer_bytes, len(head), self.wide)
+        slots = min(self.rows[0], len(self.layout.slots_M))
+        positions = min(self.rows[1], len(self.layout.positions_P))
+        self.slot_buffers = [self._empty(slots) for _ in range(BUFFERS)]
+        self.position_buffers = [self._empty(positions) for _ in range(BUFFERS)]
+
+    def _empty(self, rows: int) -> Tensor:
+        return torch.empty(rows, len(self.head), dtype=self.wide, device=self.head.device)
+
+    def run(self) -> Tensor:
+        """Walk all groups; return the rows of `SlotValues`, [8, M]."""
+        columns = [self._group(group) for group in _groups(self.layout, *self.rows)]
+        if not columns:
+            return torch.empty(8, 0, dtype=self.wide, device=self.head.device)
+        return torch.cat(columns, dim=1)
+
+    def gradients(self) -> tuple[Tensor | None, ...]:
+        """Return the gradients of hidden, code, W2 and head, each in its input's dtype."""
+        d_code = None if self.d_code is None else self.d_code.to(self.hidden.dtype)
+        d_w2 = None if self.d_w2 is None else self.d_w2.to(self.hidden.dtype)
+        d_head = None if self.d_head is None else self.d_head.to(self.head.dtype)
+        return self.d_hidden, d_code, d_w2, d_head
+
+    def _group(self, group: _Group) -> Tensor:
+        at = group.positions
+        teach_QK, bias_QK, sum_QK = (b[: at.stop - at.start] for b in self.position_buffers)
+        said = self._teach(at, teach_QK, sum_QK)
+        if self.by_position:
+            assert self.code is not None
+            assert self.w2 is not None
+            _product(self.code[at], self.w2.T, bias_QK)
+            sum_QK.zero_()
+        columns = [self._chunk(chunk, at.start, said) for chunk in group.chunks]
+        if self.by_position and self.backward:
+            self._chain_code(sum_QK, at)
+        return torch.cat(columns, dim=1)
+
+    def _teach(self, at: slice, teach_QK: Tensor, spare_QK: Tensor) -> _Said:
+        """Fill `teach_QK` with p̃ at a group's positions."""
+        teacher = self.teacher
+        states_QH = teacher.states_PH[at].to(self.wide)
+        # Widened before the product: one rounded to bf16 does not fit its float32 normaliser.
+        _product(states_QH, teacher.head_KH.T, spare_QK)
+        top_Q, best_Q = row_max(spare_QK)
+        torch.softmax(spare_QK, -1, out=teach_QK)
+        share_Q = teach_QK.gather(-1, best_Q.unsqueeze(-1)).squeeze(-1)
+        inside_Q = top_Q - share_Q.log()  # logsumexp over the kept ids: max p̃ is exp(top − it)
+        if teacher.normalizer_P is not None:
+            mass_Q = (inside_Q - teacher.normalizer_P[at]).exp()
+        elif teacher.pruned_P is not None:
+            mass_Q = (inside_Q - torch.logaddexp(inside_Q, teacher.pruned_P[at])).exp()
+        else:
+            mass_Q = torch.ones_like(inside_Q)
+        return _Said(mass_Q, mass_Q * share_Q, best_Q)
+
+    def _chunk(self, chunk: slice, start: int, said: _Said) -> Tensor:
+        n = chunk.stop - chunk.start
+        a_CK, q_CK, s_CK = (buffer[:n] for buffer in self.slot_buffers)
+        place_C = self.layout.place_M[chunk] - start
+        hidden_CH = self.hidden.index_select(0, self.layout.slots_M[chunk])
+        label_C, kept_C = self.slots.label_M[chunk], self.slots.kept_M[chunk]
+        self._logits(hidden_CH, chunk, place_C, a_CK)
+        top_C, best_C = row_max(a_CK)
+        chosen_C = a_CK.gather(-1, label_C.unsqueeze(-1)).squeeze(-1)
+        torch.softmax(a_CK, -1, out=q_CK)
+        draft_top_C = q_CK.gather(-1, best_C.unsqueeze(-1)).squeeze(-1)
+        mass_C = said.mass_Q.index_select(0, place_C)
+        l1_C, accept_C = self._compare(place_C, mass_C, a_CK, q_CK, s_CK)
+        if self.backward:
+            self._logit_gradient(chunk, a_CK, q_CK, s_CK)
+            self._chain(s_CK, hidden_CH, chunk, place_C)
+        values = SlotValues(
+            # From the logits and the maximum, never log q[label]: that underflows.
+            ce=torch.where(kept_C, (top_C - chosen_C) - draft_top_C.log(), 0),
+            l1=l1_C,
+            accept=accept_C,
+            kept_mass=mass_C,
+            correct=((best_C == label_C) & kept_C).to(self.wide),
+            agrees=(best_C == said.best_Q.index_select(0, place_C)).to(self.wide),
+            teacher_top=said.top_Q.index_select(0, place_C),
+            draft_top=draft_top_C,
+        )
+        return torch.stack(list(vars(values).values()))
+
+    def _logits(self, hidden_CH: Tensor, chunk: slice, place_C: Tensor, out_CK: Tensor) -> None:
+        """z = h·Uᵀ + bias."""
+        if self.by_position:
+            torch.index_select(self.position_buffers[1], 0, place_C, out=out_CK)
+            _add_product(hidden_CH, self.head.T, out_CK)
+            return
+        _product(hidden_CH, self.head.T, out_CK)
+        if self.code is not None and self.w2 is not None:
+            _add_product(self.code[chunk], self.w2.T, out_CK)
+
+    def _compare(
+        self, place_C: Tensor, mass_C: Tensor, a_CK: Tensor, q_CK: Tensor, s_CK: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return (Σ|q − p̃|, α); leave sign(q − p̃) in `s_CK`. `a_CK` is used up."""
+        torch.index_select(self.position_buffers[0], 0, place_C, out=a_CK)
+        prunes = self.teacher.normalizer_P is not None or self.teacher.pruned_P is not None
+        if prunes:  # the true p is p̃ times the kept mass
+            torch.mul(a_CK, mass_C.unsqueeze(-1), out=s_CK)
+            overlap_C = torch.minimum(s_CK, q_CK, out=s_CK).sum(-1)
+        torch.sub(q_CK, a_CK, out=a_CK)
+        torch.sign(a_CK, out=s_CK)
+        l1_C = a_CK.abs_().sum(-1)  # not vector_norm(·, 1): it loses 1e-5 at K = 16k
+        if not prunes:
+            overlap_C = 1 - 0.5 * l1_C
+        return l1_C, overlap_C.clamp(0, 1)
+
+    def _logit_gradient(self, chunk: slice, a_CK: Tensor, q_CK: Tensor, s_CK: Tensor) -> None:
+        """Turn sign(q − p̃) in `s_CK` into the loss's gradient with respect to the logits."""
+        ce_C1 = self.slots.ce_factor_M[chunk].unsqueeze(-1)
+        l1_C1 = self.slots.l1_factor_M[chunk].unsqueeze(-1)
+        mean_C1 = torch.mul(q_CK, s_CK, out=a_CK).sum(-1, keepdim=True)
+        s_CK.mul_(l1_C1).add_(ce_C1 - l1_C1 * mean_C1).mul_(q_CK)
+        s_CK.scatter_add_(1, self.slots.label_M[chunk].unsqueeze(-1), -ce_C1)
+
+    def _chain(self, dz_CK: Tensor, hidden_CH: Tensor, chunk: slice, place_C: Tensor) -> None:
+        """Carry a chunk's logit gradient on to hidden states, head and Markov code."""
+        narrow_CK = dz_CK.to(self.hidden.dtype)
+        if self.d_hidden is not None:
+            self.d_hidden.index_copy_(0, self.layout.slots_M[chunk], narrow_CK @ self.head)
+        if self.d_head is not None:
+            _add_product(narrow_CK.T, hidden_CH, self.d_head)
+        if self.by_position:
+            _add_rows(self.position_buffers[2], place_C, dz_CK)
+        else:
+            self._chain_code(dz_CK, chunk)
+
+    def _chain_code(self, dz: Tensor, at: slice) -> None:
+        if self.code is None or self.w2 is None:
+            return
+        narrow = dz.to(self.hidden.dtype)
+        if self.d_code is not None:
+            self.d_code[at] += narrow @ self.w2
+        if self.d_w2 is not None:
+            _add_product(narrow.T, self.code[at], self.d_w2)
+
+
+def _rows(buffer_bytes: int, K: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Return how many slots and positions the K-wide buffers hold: two slots to a position."""
+    row_bytes = K * torch.finfo(dtype).bits // 8
+    rows = buffer_bytes // (BUFFERS * row_bytes)
+    if rows < 2:
+        need = 2 * BUFFERS * row_bytes / 2**20
+        raise UserError(
+            f"objective_buffer_mib is {buffer_bytes / 2**20:.4g}, but one slot and its position "
+            f"take {need:.4g} MiB at a draft vocabulary of {K}; raise it to {need:.4g} or more"
+        )
+    positions = max(1, rows // 3)
+    return rows - positions, positions
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """out = a·b; in out's dtype where the factors have another."""
+    if a.dtype == b.dtype == out.dtype:
+        torch.mm(a, b, out=out)
+    elif a.dtype == b.dtype:
+        out.copy_(a @ b)
+    else:
+        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
+
+
+def _add_product(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """out += a·b, summed in out's dtype."""
+    if a.dtype == b.dtype == out.dtype:
+        out.addmm_(a, b)
+    else:
+        out.add_(a @ b)
+
+
+def _add_rows(out_QK: Tensor, place_C: Tensor, rows_CK: Tensor) -> None:
+    """out[place[c]] += rows[c], in a fixed order.
+
+    On the CPU index_add walks its rows in order. Elsewhere it may add atomically, in any order, and
+    a product with the 0/1 matrix of places costs next to nothing beside the others.
+    """
+    if out_QK.device.type == "cpu":
+        out_QK.index_add_(0, place_C, rows_CK)
+        return
+    onehot_QC = place_C == torch.arange(len(out_QK), device=place_C.device).unsqueeze(-1)
+    out_QK.addmm_(onehot_QC.to(rows_CK.dtype), rows_CK)
