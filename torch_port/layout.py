@@ -4,7 +4,8 @@ The fused objective and the blockwise attention walk slots and blocks in the ord
 That order depends on anchors and masks alone, so it is found here, on the host, where batches are
 made: boolean indexing on the device gives data-dependent shapes, and each costs a sync.
 
-Shape suffixes: B batch, S sequence, N blocks, G slots, M evaluated slots, P covered positions.
+Shape suffixes: B batch, S sequence, N blocks, G slots, M evaluated slots, P covered positions,
+X kept blocks of all rows.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class Layout:
     positions_P: Tensor  # covered positions, ascending
     first_P: tuple[int, ...]  # host: first entry of slots_M at each position, and M at the end
     visits: tuple[tuple[tuple[int, int], ...], ...]  # host: per row, kept (anchor, block) ascending
+    visit_anchors_X: Tensor  # the anchors of `visits`, all rows one after another
+    visit_queries_XG: Tensor  # the slots of those blocks, counted within their row
 
     def to(self, device: torch.device) -> Layout:
         """Move the index tensors to a device; the host's part stays."""
@@ -43,6 +46,8 @@ class Layout:
             self.positions_P.to(device),
             self.first_P,
             self.visits,
+            self.visit_anchors_X.to(device),
+            self.visit_queries_XG.to(device),
         )
 
 
@@ -65,6 +70,7 @@ def lay_out(loss_mask_BS: Tensor, anchors_BN: Tensor, keep_BN: Tensor, block_siz
         tuple(sorted((int(anchors[b, n]), int(n)) for n in np.flatnonzero(keep[b].numpy())))
         for b in range(B)
     )
+    flat = np.array([pair for row in visits for pair in row], dtype=np.int64).reshape(-1, 2)
     return Layout(
         block_size,
         slots_M=torch.from_numpy(slots[order]),
@@ -72,4 +78,6 @@ def lay_out(loss_mask_BS: Tensor, anchors_BN: Tensor, keep_BN: Tensor, block_siz
         positions_P=torch.from_numpy(positions),
         first_P=(0, *np.cumsum(counts).tolist()),
         visits=visits,
+        visit_anchors_X=torch.from_numpy(flat[:, 0].copy()),
+        visit_queries_XG=torch.from_numpy(flat[:, 1:] * block_size + np.arange(block_size)),
     )

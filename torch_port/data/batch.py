@@ -35,6 +35,22 @@ class Batch:
         layout = lay_out(self.loss_mask, self.anchor_positions, self.block_keep_mask, block_size)
         return replace(self, layout=layout)
 
+    def with_layout(self, block_size: int) -> Batch:
+        """Return the batch with a layout; found here, with a sync, if the loader did not.
+
+        Raises UserError when it was laid out for another block size.
+        """
+        if self.layout is None:
+            batch = self.laid_out(block_size)
+            assert batch.layout is not None
+            return replace(batch, layout=batch.layout.to(self.input_ids.device))
+        if self.layout.block_size != block_size:
+            raise UserError(
+                f"the batch was laid out for block_size {self.layout.block_size}, but the draft "
+                f"has {block_size}; call laid_out({block_size})"
+            )
+        return self
+
     def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
         """Move to a device; states and mask in `dtype`. The normaliser stays float32 or better."""
         moved: dict[str, Any] = {}

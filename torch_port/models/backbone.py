@@ -6,14 +6,20 @@ A heads, R kv heads, D head dimension.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from torch_port.compute import ComputeConfig
 from torch_port.config import SLIDING, DraftConfig
 from torch_port.device import rms_norm, rotary, swiglu
+from torch_port.layout import Layout
 from torch_port.models.attention import dense_mask, draft_attention, rotary_tables
+from torch_port.models.blockwise import blockwise_attention
 
 
 class RMSNorm(nn.Module):
@@ -34,9 +40,10 @@ class Geometry:
     """Where the queries and keys of a batch stand, and what each layer type may see."""
 
     query_rotary: tuple[Tensor, Tensor]  # cos, sin [B, 1, Q, D]
-    key_rotary: tuple[Tensor, Tensor]  # cos, sin [B, 1, S + Q, D]
-    masks: dict[str, Tensor]  # layer type → bool [B, 1, Q, S + Q]
+    context_rotary: tuple[Tensor, Tensor]  # cos, sin [1, 1, S, D]
     keep_BQ: Tensor
+    layout: Layout | None  # of blockwise attention
+    masks: dict[str, Tensor]  # of dense attention: layer type → bool [B, 1, Q, S + Q]
 
 
 class Attention(nn.Module):
@@ -45,7 +52,7 @@ class Attention(nn.Module):
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         H, D = config.hidden_size, config.head_dim
-        self.head_dim = D
+        self.head_dim, self.window = D, config.sliding_window
         self.q_proj = nn.Linear(H, config.num_attention_heads * D, bias=False)
         self.k_proj = nn.Linear(H, config.num_key_value_heads * D, bias=False)
         self.v_proj = nn.Linear(H, config.num_key_value_heads * D, bias=False)
@@ -57,18 +64,21 @@ class Attention(nn.Module):
         self, u_BQH: Tensor, context_BSH: Tensor, geometry: Geometry, layer_type: str
     ) -> Tensor:
         """Return the attention's update of the residual stream, [B, Q, H]."""
-        source = torch.cat([context_BSH, u_BQH], dim=1)  # context first
-        q_BAQD = self.q_norm(self._heads(self.q_proj(u_BQH)))
-        k_BRKD = self.k_norm(self._heads(self.k_proj(source)))
-        v_BRKD = self._heads(self.v_proj(source))
-        out_BAQD = draft_attention(
-            rotary(q_BAQD, *geometry.query_rotary),
-            rotary(k_BRKD, *geometry.key_rotary),
-            v_BRKD,
-            geometry.masks[layer_type],
-            geometry.keep_BQ,
-        )
+        q_BAQD = rotary(self.q_norm(self._heads(self.q_proj(u_BQH))), *geometry.query_rotary)
+        context = self._keys(context_BSH, geometry.context_rotary)
+        own = self._keys(u_BQH, geometry.query_rotary)
+        if geometry.layout is not None:
+            window = self.window if layer_type == SLIDING else None
+            out_BAQD = blockwise_attention(q_BAQD, context, own, geometry.layout, window)
+        else:
+            k, v = (torch.cat(both, dim=2) for both in zip(context, own, strict=True))
+            out_BAQD = draft_attention(q_BAQD, k, v, geometry.masks[layer_type], geometry.keep_BQ)
         return self.o_proj(out_BAQD.transpose(1, 2).flatten(2))
+
+    def _keys(self, source: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return keys and values [B, R, length, D] of the context or of the draft's blocks."""
+        k = rotary(self.k_norm(self._heads(self.k_proj(source))), *rotation)
+        return k, self._heads(self.v_proj(source))
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -100,17 +110,35 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, y_BQH: Tensor, context_BSH: Tensor, geometry: Geometry) -> Tensor:
-        """Return the residual stream after this layer. The context passes no norm of the layer."""
+    def forward(
+        self, y_BQH: Tensor, context_BSH: Tensor, geometry: Geometry, recompute: str
+    ) -> Tensor:
+        """Return the residual stream after this layer. The context passes no norm of the layer.
+
+        `recompute` "layer" keeps the two inputs alone for the backward pass, "mlp" also all that
+        attention keeps, "none" everything.
+        """
+        if recompute == "layer":
+            return _again(self.forward, y_BQH, context_BSH, geometry, "none")
         u_BQH = self.input_layernorm(y_BQH)
         y_BQH = y_BQH + self.self_attn(u_BQH, context_BSH, geometry, self.layer_type)
+        return _again(self._feed, y_BQH) if recompute == "mlp" else self._feed(y_BQH)
+
+    def _feed(self, y_BQH: Tensor) -> Tensor:
         return y_BQH + self.mlp(self.post_attention_layernorm(y_BQH))
+
+
+def _again(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """Call a function whose inside is computed again in the backward pass; nothing in it draws."""
+    result: Tensor = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return result
 
 
 class Backbone(nn.Module):
     """C = RMSNorm(F·Wfcᵀ) once, then the layers and a final norm. Mixed into a draft."""
 
     config: DraftConfig
+    compute: ComputeConfig
 
     def build_backbone(self, config: DraftConfig) -> None:
         """Create the backbone's parameters under the field's names."""
@@ -127,15 +155,24 @@ class Backbone(nn.Module):
         hidden_states_BSF: Tensor,
         anchors_BN: Tensor,
         keep_BN: Tensor,
+        layout: Layout | None,
     ) -> Tensor:
-        """Return h [B, N, G, H] from the embedded blocks and the captured states [B, S, L·H]."""
+        """Return h [B, N, G, H] from the embedded blocks and the captured states [B, S, L·H].
+
+        With a `layout` attention is blockwise, without one dense.
+        """
         geometry = self._geometry(
-            position_BNG, hidden_states_BSF.shape[1], anchors_BN, keep_BN, hidden_states_BSF.dtype
+            position_BNG,
+            hidden_states_BSF.shape[1],
+            anchors_BN,
+            keep_BN,
+            layout,
+            hidden_states_BSF.dtype,
         )
         context_BSH = self.hidden_norm(self.fc(hidden_states_BSF))
         y_BQH = block_embedding_BNGH.flatten(1, 2)
         for layer in self.layers:
-            y_BQH = layer(y_BQH, context_BSH, geometry)
+            y_BQH = layer(y_BQH, context_BSH, geometry, self.compute.recompute)
         return self.norm(y_BQH).view(block_embedding_BNGH.shape)
 
     def _geometry(
@@ -144,30 +181,28 @@ class Backbone(nn.Module):
         sequence: int,
         anchors_BN: Tensor,
         keep_BN: Tensor,
+        layout: Layout | None,
         dtype: torch.dtype,
     ) -> Geometry:
         config = self.config
         G = config.block_size
-        table = rotary_tables(
+        tables = rotary_tables(
             sequence + G, config.head_dim, config.rope_theta, dtype, position_BNG.device
         )
         position_BQ = position_BNG.flatten(1)
 
-        def lookup(values: Tensor) -> tuple[Tensor, Tensor]:
-            query = values.index_select(0, position_BQ.flatten())
-            query = query.view(*position_BQ.shape, -1).unsqueeze(1)
-            context = values[:sequence].expand(len(position_BQ), 1, -1, -1)
-            return query, torch.cat([context, query], dim=2)
+        def at_queries(values: Tensor) -> Tensor:
+            found = values.index_select(0, position_BQ.flatten())
+            return found.view(*position_BQ.shape, -1).unsqueeze(1)
 
-        (q_cos, k_cos), (q_sin, k_sin) = lookup(table[0]), lookup(table[1])
-        masks: dict[str, Tensor] = {
-            kind: dense_mask(
-                anchors_BN,
-                keep_BN,
-                sequence,
-                G,
-                config.sliding_window if kind == SLIDING else None,
-            )
-            for kind in sorted(set(config.layer_types))
-        }
-        return Geometry((q_cos, q_sin), (k_cos, k_sin), masks, keep_BN.repeat_interleave(G, dim=1))
+        masks: dict[str, Tensor] = {}
+        for kind in sorted(set(config.layer_types)) if layout is None else ():
+            window = config.sliding_window if kind == SLIDING else None
+            masks[kind] = dense_mask(anchors_BN, keep_BN, sequence, G, window)
+        return Geometry(
+            query_rotary=(at_queries(tables[0]), at_queries(tables[1])),
+            context_rotary=(tables[0][None, None, :sequence], tables[1][None, None, :sequence]),
+            keep_BQ=keep_BN.repeat_interleave(G, dim=1),
+            layout=layout,
+            masks=masks,
+        )

@@ -15,6 +15,7 @@ from torch_port.blocks import Blocks
 from torch_port.compute import ComputeConfig
 from torch_port.config import DraftConfig
 from torch_port.errors import UserError
+from torch_port.layout import Layout
 from torch_port.models.backbone import Backbone, RMSNorm
 from torch_port.models.heads import MARKOV_HEADS, ConfidenceHead
 from torch_port.vocabulary.mapping import DraftVocabMappingMixin
@@ -89,15 +90,19 @@ class DSparkDraft(DraftVocabMappingMixin, Backbone):
         anchors_BN: Tensor,
         keep_BN: Tensor,
         target: FrozenTarget,
+        layout: Layout | None = None,
     ) -> Tensor:
         """Return h [B, N, G, H], the backbone's final states of every slot.
 
+        Blockwise attention walks the blocks by the batch's `layout`; without one it is dense.
         Logits are no output: over [B, N, G, K] they are what the memory goes to, so the objective
         asks for them chunk by chunk through `logits`.
         """
         ids = blocks.input_ids
         embedded = target.embed_tokens.index_select(0, ids.flatten()).view(*ids.shape, -1)
-        return self.run_backbone(embedded, blocks.position, hidden_states_BSF, anchors_BN, keep_BN)
+        return self.run_backbone(
+            embedded, blocks.position, hidden_states_BSF, anchors_BN, keep_BN, layout
+        )
 
     def output_head(self, lm_head_VH: Tensor) -> Tensor:
         """Return the head of the draft's logits, [K, H]: its own, or the target's kept rows."""

@@ -69,8 +69,14 @@ def forward_batch(
     Raises UserError when the draft prunes and no vocabulary map is installed.
     """
     blocks = layout_blocks(draft, batch)
+    batch = batch.with_layout(draft.config.block_size)
     hidden = draft(
-        blocks, batch.hidden_states, batch.anchor_positions, batch.block_keep_mask, target
+        blocks,
+        batch.hidden_states,
+        batch.anchor_positions,
+        batch.block_keep_mask,
+        target,
+        batch.layout if draft.compute.attention == "blockwise" else None,
     )
     terms, loss = batch_objective(
         draft, hidden, blocks, batch, target, objective, denominators, ranks

@@ -15,8 +15,7 @@ from torch.nn import functional as F
 from torch_port.blocks import Blocks, slot_weights
 from torch_port.config import ObjectiveConfig
 from torch_port.data.batch import Batch
-from torch_port.errors import UserError
-from torch_port.layout import Layout, lay_out
+from torch_port.layout import Layout
 from torch_port.models.dspark import DSparkDraft, FrozenTarget
 from torch_port.objective.fused import Code, Slots, SlotValues, Teacher, fused_terms
 from torch_port.objective.loss import Denominators
@@ -51,7 +50,8 @@ def fused_objective(
     Without `denominators` there is no loss and no gradient.
     Raises UserError when the batch was laid out for another block size.
     """
-    layout = batch_layout(batch, blocks.label.shape[-1], hidden_BNGH.device)
+    layout = batch.with_layout(blocks.label.shape[-1]).layout
+    assert layout is not None
     slots_M, wide = layout.slots_M, torch.promote_types(hidden_BNGH.dtype, torch.float32)
     factors = _factors(objective, denominators, draft.prunes_vocabulary, ranks, slots_M, wide)
     weight_M = _pick(slot_weights(blocks.evaluated, objective.loss_decay_gamma, wide), slots_M)
@@ -87,23 +87,6 @@ def fused_objective(
             confidence = (torch.zeros_like(values.l1),) * 3
     terms = _slot_terms(values, confidence, layout, blocks)
     return terms, loss if denominators is not None else None
-
-
-def batch_layout(batch: Batch, block_size: int, device: torch.device) -> Layout:
-    """Return the batch's layout on `device`; found here (with a sync) if the loader did not.
-
-    Raises UserError when it was laid out for another block size.
-    """
-    layout = batch.layout
-    if layout is None:
-        layout = lay_out(batch.loss_mask, batch.anchor_positions, batch.block_keep_mask, block_size)
-        return layout.to(device)
-    if layout.block_size != block_size:
-        raise UserError(
-            f"the batch was laid out for block_size {layout.block_size}, but the draft has "
-            f"{block_size}; call laid_out({block_size})"
-        )
-    return layout
 
 
 def _factors(
