@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
@@ -65,7 +66,8 @@ class DecodingConfig:
     `proposals` n per round, `limit` of new tokens, `temperature` of both sides (0 is greedy), the
     `end_of_text` id or None, and `truncate`: from the confidence logits [n] of a block to the
     number of its proposals that get verified, an int or an integer scalar of any array library
-    (see `jaxdraft.scheduling`), or None for all. Numbers are Python's, and none is coerced. The
+    (see `jaxdraft.scheduling`), or None for all. Whole numbers may be NumPy's and are kept as
+    Python's; a bool or a float is none. The
     output stays exactly the target's only if keeping slot j depends on logits 0 … j alone: c_j
     knows the tokens before slot j, and c_{j+1} already knows token j.
 
@@ -83,14 +85,17 @@ class DecodingConfig:
         for field in ("proposals", "limit"):
             value = getattr(self, field)
             if not _is_count(value) or value < 1:
-                raise ValueError(f"{field}: expected a whole number (an int) >= 1, got {value!r}")
+                raise ValueError(f"{field}: expected a whole number >= 1, got {value!r}")
+            object.__setattr__(self, field, int(value))
         if not (is_real(self.temperature) and self.temperature >= 0):
             raise ValueError(
                 f"temperature: expected a finite number >= 0, got {self.temperature!r}"
             )
         end = self.end_of_text
-        if end is not None and not (_is_count(end) and end >= 0):
-            raise ValueError(f"end_of_text: expected an id (an int) or None, got {end!r}")
+        if end is not None:
+            if not _is_count(end) or end < 0:
+                raise ValueError(f"end_of_text: expected an id or None, got {end!r}")
+            object.__setattr__(self, "end_of_text", int(end))
         if self.truncate is not None and not callable(self.truncate):
             raise ValueError(
                 "truncate: expected a function of a block's confidence logits, or None; got "
@@ -383,7 +388,7 @@ def _verified_length(block: Proposals, config: DecodingConfig) -> int:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _check_ids(prompt: Int[Array, " seq"], config: DecodingConfig, ids: int) -> None:

@@ -85,12 +85,14 @@ def vectors(
 def emit(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write the cases.")],
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace cases of the same names.")
+        bool,
+        typer.Option("--overwrite", help="Replace cases of the same names; drop stale ones."),
     ] = False,
 ) -> None:
     """Write the project's own vectors: inputs from fixed seeds, answers from the specification.
 
-    Cases that exist are refused unless --overwrite is given, and then only those are replaced.
+    Cases that exist are refused unless --overwrite is given. Then those are replaced, and cases
+    that an earlier emit wrote and this one does not are removed: those still as it wrote them.
 
     Example: parity emit tests/vectors --overwrite
     """

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,132 +19,38 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from parity.cases import FORMAT, Array, Case, CaseError
+from parity.recipes import (
+    BARE,
+    DECODING,
+    NESTED,
+    OBJECTIVE,
+    OPTIMIZER,
+    RECIPES,
+    TOP,
+    B,
+    H,
+    N,
+    Recipe,
+    S,
+    V,
+)
 from parity.sides import Answer
 from parity.vectors import answer_case
 
 MANIFEST = "MANIFEST.json"
-V, K, H, S, B, N = 40, 10, 16, 20, 2, 4
-
-_NESTED: dict[str, Any] = {
-    "projector_type": "dspark",
-    "attention_mode": "gqa",
-    "target_layer_ids": [0, 2],
-    "mask_token_id": 3,
-    "markov_rank": 4,
-    "markov_head_type": "vanilla",
-    "enable_confidence_head": True,
-    "confidence_head_with_markov": True,
-}
-_TOP: dict[str, Any] = {
-    "architectures": ["DSparkDraftModel"],
-    "model_type": "qwen3",
-    "vocab_size": V,
-    "draft_vocab_size": K,
-    "hidden_size": H,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "layer_types": ["full_attention", "full_attention"],
-    "sliding_window": None,
-    "block_size": 4,
-    "num_target_layers": 4,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-}
-_BARE = ("attention_mode", "target_layer_ids", "mask_token_id")  # a draft without heads
-_OPTIMIZER = {
-    "peak_rate": 3e-2,
-    "final_rate": 1e-3,
-    "warmup_steps": 2,
-    "beta1": 0.9,
-    "beta2": 0.95,
-    "eps": 1e-8,
-    "weight_decay": 0.1,
-    "max_grad_norm": 1.0,
-}
-_DECODING = {"proposals": 3, "limit": 24, "end_of_text": 7}
-_OBJECTIVE = {
-    "ce_alpha": 0.1,
-    "l1_alpha": 0.9,
-    "confidence_alpha": 1.0,
-    "loss_decay_gamma": 4.0,
-}
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """One vector: what differs from the base config and objective, and what is done to the batch.
-
-    `labels` "pruned" replaces every supervised token by a pruned id; `supervised` False clears the
-    loss mask. With `layout` "dflash" the draft is the backbone alone and the objective that of §12;
-    with `steps` the case is a training run of so many AdamW steps (§14), with `temperature` a
-    decoding with given draws (§10).
-    """
-
-    name: str
-    config: dict[str, Any] = field(default_factory=dict)
-    objective: dict[str, Any] = field(default_factory=dict)
-    labels: str = "any"
-    supervised: bool = True
-    error: str | None = None
-    layout: str = "dspark"
-    steps: int = 0
-    temperature: float | None = None
-
-
-RECIPES: tuple[Recipe, ...] = (
-    Recipe("pruned-vanilla"),
-    Recipe("pruned-one-kept", {"draft_vocab_size": 1}),
-    Recipe("pruned-no-markov", {"markov_rank": 0, "confidence_head_with_markov": False}),
-    Recipe("pruned-nodecay", objective={"loss_decay_gamma": None}),
-    Recipe("pruned-nothing-inside-ce-off", objective={"ce_alpha": 0.0}, labels="pruned"),
-    Recipe("full-vanilla", {"draft_vocab_size": None}),
-    Recipe(
-        "full-no-confidence",
-        {
-            "draft_vocab_size": V,
-            "enable_confidence_head": False,
-            "confidence_head_with_markov": False,
-        },
-        {"confidence_alpha": 0.0},
-    ),
-    Recipe("pruned-gated", {"markov_head_type": "gated"}),
-    Recipe(
-        "full-rnn-sliding",
-        {
-            "draft_vocab_size": None,
-            "markov_head_type": "rnn",
-            "layer_types": ["sliding_attention", "full_attention"],
-            "sliding_window": 5,
-        },
-    ),
-    Recipe("dflash-pruned", layout="dflash", objective={"loss_decay_gamma": 4.0}),
-    Recipe("dflash-full-nodecay", {"draft_vocab_size": None}, layout="dflash"),
-    Recipe("dpace-cumulative", layout="dflash", objective={"dpace": "cumulative", "beta": 0.5}),
-    Recipe("dpace-continuation", layout="dflash", objective={"dpace": "continuation"}),
-    Recipe("dpace-both", layout="dflash", objective={"dpace": "both"}),
-    Recipe("training-pruned", steps=6),
-    Recipe("decoding-pruned", temperature=0.8),
-    Recipe("decoding-greedy", temperature=0.0),
-    Recipe(
-        "decoding-full-rnn", {"draft_vocab_size": None, "markov_head_type": "rnn"}, temperature=1.0
-    ),
-    Recipe("error-no-supervision", supervised=False, error="no supervised target tokens"),
-    Recipe("error-nothing-inside", labels="pruned", error="no in-vocabulary target tokens"),
-)
+_FILES = ("case.json", "tensors.safetensors")
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "safetensors")
 
 
 def emit(directory: Path, overwrite: bool = False) -> list[str]:
     """Write every recipe's case below `directory`; return their names.
 
+    With `overwrite`, cases of an earlier set that no recipe makes any more are removed: those that
+    the directory's manifest names and whose files are the ones it describes. Nothing else is.
+
     Raises CaseError, before anything is written, when a case of a recipe's name exists and
-    `overwrite` is off; RuntimeError when the spec does not give the answer or the error that a
-    recipe is for.
+    `overwrite` is off, or a case that would be removed has been changed; RuntimeError when the spec
+    does not give the answer or the error that a recipe is for.
     """
     held = [recipe.name for recipe in RECIPES if (directory / recipe.name).exists()]
     if held and not overwrite:
@@ -152,6 +58,7 @@ def emit(directory: Path, overwrite: bool = False) -> list[str]:
             f"{directory} already holds {', '.join(held)}; choose another directory, or add "
             "--overwrite to replace those"
         )
+    stale = stale_cases(directory) if overwrite else []
     for recipe in RECIPES:
         # Seeded by its name: a new recipe in the list must not change the others' bytes.
         case = _draw(recipe, zlib.crc32(recipe.name.encode()))
@@ -160,38 +67,105 @@ def emit(directory: Path, overwrite: bool = False) -> list[str]:
             raise RuntimeError(f"{recipe.name}: the spec refuses: {answer.error}")
         if recipe.error is not None and answer.error is None:
             raise RuntimeError(f"{recipe.name}: the spec does not refuse")
+        if recipe.decoding is not None:
+            check_decoding(case, answer)
         _write(directory / recipe.name, case, answer, recipe.error)
+    for path in stale:
+        for name in _FILES:
+            (path / name).unlink()
+        path.rmdir()
     _write_manifest(directory)
     return [recipe.name for recipe in RECIPES]
 
 
+def stale_cases(directory: Path) -> list[Path]:
+    """Return the cases that an earlier emit wrote to `directory` and no recipe makes any more.
+
+    Raises CaseError when one of them holds other files than the manifest says: somebody's work.
+    """
+    try:
+        written = json.loads((directory / MANIFEST).read_text())["files"]
+    except FileNotFoundError:
+        return []
+    except (ValueError, KeyError, TypeError):
+        raise CaseError(f"{directory / MANIFEST} is no manifest of emit's; remove it") from None
+    current = {recipe.name for recipe in RECIPES}
+    stale = []
+    # Names of what is there, looked up in the manifest: a manifest cannot point elsewhere.
+    for path in sorted(directory.iterdir()):
+        own = {f"{path.name}/{name}": path / name for name in _FILES}
+        if path.name in current or not path.is_dir() or not own.keys() & written.keys():
+            continue
+        held = {file.name for file in path.iterdir()}
+        changed = path.is_symlink() or held != set(_FILES)
+        if changed or any(_digest(file) != written.get(name) for name, file in own.items()):
+            raise CaseError(
+                f"{path} is a case that emit no longer writes, but it has been changed since; move "
+                "it elsewhere or remove it, then emit again"
+            )
+        stale.append(path)
+    return stale
+
+
+def check_decoding(case: Case, answer: Answer) -> None:
+    """Refuse a decoding case that could not tell a wrong implementation from a right one.
+
+    Some round must accept a whole block and some reject a proposal; and a setting that a case
+    brings (truncation, V_tok) must make a difference to it.
+
+    Raises RuntimeError, naming what does not occur.
+    """
+    settings, rounds = case.extra["decoding"], answer.tensors["rounds"]
+    proposed, accepted, committed = rounds.T
+    n = settings["proposals"]
+    occurs = {
+        "a whole block accepted": ((accepted == n) & (committed == n + 1)).any(),
+        "a proposal rejected": (accepted < proposed).any(),
+        "a rejection after an acceptance": ((accepted > 0) & (accepted < proposed)).any(),
+    }
+    if "confidence_threshold" in settings:
+        # The last round's statistics may be cut by the limit.
+        occurs["a truncated block"] = (proposed[:-1] < n).any()
+    if settings["end_of_text"] is not None:
+        inside = accepted[-1] == committed[-1] == proposed[-1] < n
+        ends = answer.tensors["tokens"][-1] == settings["end_of_text"]
+        occurs["an end of text accepted inside a block"] = inside and ends
+    for name in ("confidence_threshold", "tokenizer_size"):
+        if name not in settings:
+            continue
+        rest = {key: value for key, value in settings.items() if key != name}
+        without = answer_case(replace(case, extra={"decoding": rest}), "spec", "float64")
+        equal = np.array_equal(without.tensors["tokens"], answer.tensors["tokens"])
+        occurs[f"tokens that depend on {name}"] = not equal
+    missing = [what for what, there in occurs.items() if not there]
+    if missing:
+        raise RuntimeError(f"{case.name}: the case lacks {', '.join(missing)}")
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
 def _write_manifest(directory: Path) -> None:
     """Record what was written and by what: sha256 of each file, versions of spec and packages."""
-    files = [
-        directory / recipe.name / name
-        for recipe in RECIPES
-        for name in ("case.json", "tensors.safetensors")
-    ]
+    files = [directory / recipe.name / name for recipe in RECIPES for name in _FILES]
     manifest = {
         "format": FORMAT,
         "spec": version("jaxdraft"),
-        "packages": {name: version(name) for name in ("jax", "jaxlib", "flax", "numpy")},
-        "files": {
-            file.relative_to(directory).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest()
-            for file in sorted(files)
-        },
+        "packages": {name: version(name) for name in _PACKAGES},
+        "files": {file.relative_to(directory).as_posix(): _digest(file) for file in sorted(files)},
     }
     (directory / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
 
 
 def _draw(recipe: Recipe, seed: int) -> Case:
     random = np.random.default_rng([20260, seed])
-    top, nested = dict(_TOP), dict(_NESTED)
+    top, nested = dict(TOP), dict(NESTED)
     for name, value in recipe.config.items():
         (nested if name in nested else top)[name] = value
     if recipe.layout == "dflash":
         top["architectures"] = ["DFlashDraftModel"]
-        nested = {name: nested[name] for name in _BARE} | {"projector_type": "dflash"}
+        nested = {name: nested[name] for name in BARE} | {"projector_type": "dflash"}
     config = top | {"dflash_config": nested}
     kept_count = top["draft_vocab_size"] or V
     kept = np.sort(random.permutation(V)[:kept_count])
@@ -208,18 +182,17 @@ def _draw(recipe: Recipe, seed: int) -> Case:
         tensors |= {name.replace("batch/", f"steps/{step}/"): v for name, v in batch.items()}
     extra: dict[str, Any] = {}
     if recipe.steps:
-        extra = {"optimizer": _OPTIMIZER | {"total_steps": recipe.steps}}
-    elif recipe.temperature is not None:
-        extra = {"decoding": _DECODING | {"temperature": recipe.temperature}}
-        tensors["target/lm_head.weight"] *= np.float32(0.3)
-        tensors |= _toy_target(tensors, kept, random)
+        extra = {"optimizer": OPTIMIZER | {"total_steps": recipe.steps}}
+    elif recipe.decoding is not None:
+        extra = {"decoding": DECODING | recipe.decoding}
+        tensors |= _toy_target(recipe, tensors, kept, random)
     else:
         tensors |= _batch(recipe, kept, random)
     return Case(
         name=recipe.name,
         path=Path(recipe.name),
         config=config,
-        objective=(_OBJECTIVE if recipe.layout == "dspark" else {}) | recipe.objective,
+        objective=(OBJECTIVE if recipe.layout == "dspark" else {}) | recipe.objective,
         expect={},
         tensors=tensors,
         extra=extra,
@@ -227,20 +200,28 @@ def _draw(recipe: Recipe, seed: int) -> Case:
 
 
 def _toy_target(
-    tensors: dict[str, Array], kept: Array, random: np.random.Generator
+    recipe: Recipe, tensors: dict[str, Array], kept: Array, random: np.random.Generator
 ) -> dict[str, Array]:
     """Draw a target as tables, a prompt, and the uniforms of every round that there can be.
 
-    The target leans on the draft's own Markov bias, so that rounds of every length occur.
+    The target leans on the draft's own Markov bias, so that rounds of every length occur. The
+    frozen head is scaled down to let that bias speak, but its padding rows are scaled up: a draft
+    that may propose padding ids does little else.
     """
-    n, limit = _DECODING["proposals"], _DECODING["limit"]
-    w1, w2 = (tensors[f"weights/markov_head.markov_{name}.weight"] for name in ("w1", "w2"))
-    logits = _normal(random, (V, V), 0.3)
-    logits[:, kept] += w1 @ w2.T + 1
+    settings = DECODING | (recipe.decoding or {})
+    n, limit, ids = settings["proposals"], settings["limit"], settings.get("tokenizer_size", V)
+    head = tensors["target/lm_head.weight"] * np.float32(0.3 * (1 - 0.9 * recipe.agreement))
+    head[ids:] *= np.float32(100)
+    logits = _normal(random, (V, V), 0.3 * (1 - 0.6 * recipe.agreement))
+    logits[:, kept] += 1 + 2 * recipe.agreement
+    if recipe.layout == "dspark":
+        w1, w2 = (tensors[f"weights/markov_head.markov_{name}.weight"] for name in ("w1", "w2"))
+        logits[:, kept] += w1 @ w2.T
     return {
+        "target/lm_head.weight": head,
         "toy/logits": logits.astype(np.float32),
         "toy/hidden_states": _normal(random, (V, 2 * H), 1.0),
-        "prompt": random.integers(0, V, 3).astype(np.int64),
+        "prompt": random.integers(0, ids, 3).astype(np.int64),
         "draws": random.random((limit, 2 * n + 1)).astype(np.float32),
     }
 

@@ -1,11 +1,15 @@
 """Decoding with given draws: same uniforms, same order, hence the same tokens (spec sheet §10).
 
 A decoding case brings its target as tables, `toy/logits` [V, V] and `toy/hidden_states` [V, L·H]:
-the row of a token is what the target says after reading it, whatever came before.
+the row of a token is what the target says after reading it, whatever came before. `decoding` in
+case.json holds `proposals`, `limit`, `end_of_text`, `temperature` and, where the case has them,
+`tokenizer_size` (V_tok: the draft proposes no id from there up) and `confidence_threshold` (the
+longest prefix whose Π σ(c) stays at or above it is verified). The target is not cut at V_tok.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,17 +22,32 @@ def spec_decoding(case: Case, dtype: str) -> Answer:
     """Answer a decoding case with the spec: tokens, and what each round proposed and accepted."""
     import jax.numpy as jnp
 
+    from jaxdraft.config import DFLASH
     from jaxdraft.decoding import DecodingConfig, TargetPass, speculate
-    from jaxdraft.drafting import dspark_drafter
+    from jaxdraft.drafting import dflash_drafter, dspark_drafter
+    from jaxdraft.scheduling import confident_prefix
 
     config, params, target, vocabulary = spec_draft(case, dtype)
     arrays = as_dtype(case.tensors, dtype)
     logits, states = jnp.asarray(arrays["toy/logits"]), jnp.asarray(arrays["toy/hidden_states"])
     settings: dict[str, Any] = dict(case.extra["decoding"])
+    tokenizer_size = settings.pop("tokenizer_size", None)
+    threshold = settings.pop("confidence_threshold", None)
+    if threshold is not None:
+        settings["truncate"] = partial(confident_prefix, threshold=threshold)
+    make = dflash_drafter if config.projector_type == DFLASH else dspark_drafter
+    drafter = make(config, params, target, vocabulary, tokenizer_size)
+    prompt = jnp.asarray(case.tensors["prompt"])
+    longest = prompt.shape[0] + settings["limit"]
+
+    def begin(tokens: Any, known: Any) -> Any:
+        # A block does not see states at or after its anchor: of one length, they compile once.
+        return drafter.begin(tokens, jnp.pad(known, ((0, longest - known.shape[0]), (0, 0))))
+
     outcome = speculate(
         lambda tokens: TargetPass(logits[tokens], states[tokens]),
-        dspark_drafter(config, params, target, vocabulary),
-        jnp.asarray(case.tensors["prompt"]),
+        drafter._replace(begin=begin),
+        prompt,
         DecodingConfig(**settings),
         jnp.asarray(arrays["draws"]),
     )

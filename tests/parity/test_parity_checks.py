@@ -15,7 +15,8 @@ from parity.checks.training import (
     trajectories,
 )
 from parity.compare import TOLERANCE
-from parity.emit import RECIPES, B, N, S, _draw
+from parity.emit import _draw
+from parity.recipes import RECIPES, B, N, S
 
 BY_NAME = {recipe.name: recipe for recipe in RECIPES}
 # One compilation each; contents, masks and anchors are fresh in every example.

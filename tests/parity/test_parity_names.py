@@ -63,12 +63,12 @@ def test_the_table_covers_both_models() -> None:
 
     from jaxdraft.config import DraftConfig as SpecConfig
     from jaxdraft.draft import DSparkDraft as SpecDraft
-    from parity.emit import _NESTED, _TOP
+    from parity.recipes import NESTED, TOP
     from torch_port.config import DraftConfig
     from torch_port.models.dspark import DSparkDraft
 
     for head in ("vanilla", "gated", "rnn"):
-        raw = _TOP | {"dflash_config": _NESTED | {"markov_head_type": head}}
+        raw = TOP | {"dflash_config": NESTED | {"markov_head_type": head}}
         config = SpecConfig.from_hf(raw)
         H, G = config.hidden_size, config.block_size
         shapes = jax.eval_shape(

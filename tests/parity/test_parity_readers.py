@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from jaxdraft.config import DraftConfig as SpecConfig
 from jaxdraft.vocabulary import build_map, map_from_buffers
-from parity.emit import _NESTED, _TOP
+from parity.recipes import NESTED, TOP
 from torch_port.config import DraftConfig as PortConfig
 from torch_port.vocabulary.mapping import buffers_from_kept, check_map
 from torch_port.vocabulary.selection import select_by_count
 
 VALUES = [None, 0, -1, 1, 2, 3, 5, 40, 41, True, 2.0, "2", [], [0, 2], [0, 3], [1, 1], "vanilla"]
-FIELDS = [(None, name) for name in _TOP] + [("dflash_config", name) for name in _NESTED]
+FIELDS = [(None, name) for name in TOP] + [("dflash_config", name) for name in NESTED]
 # What one side has built and the other has not yet: neither is wrong about the sheet.
 ONE_SIDE_ONLY = {"projector_type"}
 
@@ -37,7 +37,7 @@ def test_every_field_with_odd_values() -> None:
         if name in ONE_SIDE_ONLY:
             continue
         for value in VALUES:
-            raw = copy.deepcopy(_TOP | {"dflash_config": _NESTED})
+            raw = copy.deepcopy(TOP | {"dflash_config": NESTED})
             (raw if where is None else raw[where])[name] = value
             (port_ok, port) = outcome(lambda raw=raw: PortConfig.from_hf(raw))
             (spec_ok, spec) = outcome(lambda raw=raw: SpecConfig.from_hf(raw))

@@ -1,4 +1,4 @@
-"""The vectors, ours and the outside judge's, on both sides in both dtypes; and how they fail."""
+"""How vectors are read, compared, told of and emitted; test_parity_vectors_float*.py run them."""
 
 import hashlib
 import json
@@ -11,34 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from vector_runs import OWN
 
+from parity import emit as emitting
 from parity.cases import CaseError, list_cases, read_case
 from parity.compare import compare_with_expectation, relative_error
-from parity.sides import run_port, run_spec
+from parity.sides import Answer, run_port, run_spec
 from parity.vectors import run_case
-
-OWN = Path(__file__).parent.parent / "vectors"
-
-
-# What the specification has and the port has not yet: it must say so, and the case must fail.
-NOT_BUILT_IN_PORT = {
-    path.name for kind in ("dflash", "dpace", "decoding") for path in OWN.glob(f"{kind}-*")
-}
-
-
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("side", ["port", "spec"])
-def test_every_vector(vectors_directories: list[Path], side: str, dtype: str) -> None:
-    """Faults: any of the six that issue 2 names, in either implementation."""
-    failed = []
-    for directory in vectors_directories:
-        for path in list_cases(directory):
-            result = run_case(path, [side], dtype)
-            if side == "port" and path.parent == OWN and path.name in NOT_BUILT_IN_PORT:
-                assert result.comparisons["port"].problem.startswith("not built"), path.name
-            elif not result.passes:
-                failed.append((path.name, result))
-    assert not failed
 
 
 def parity(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -50,13 +29,17 @@ def parity(*arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_command_line_prints_a_line_per_case() -> None:
-    done = parity("vectors", OWN, "--side", "spec", "--dtype", "float32", "--objective", "plain")
+def test_command_line_prints_a_line_per_case(tmp_path: Path) -> None:
+    # Three cases: what every case says is the business of test_parity_vectors_float*.py.
+    names = "dflash-pruned", "error-no-supervision", "pruned-vanilla"
+    for name in names:
+        shutil.copytree(OWN / name, tmp_path / name)
+    how = "--side", "spec", "--dtype", "float32", "--objective", "plain"
+    done = parity("vectors", tmp_path, *how)
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stdout + done.stderr
-    count = len(list_cases(OWN))
-    assert lines[-1] == f"{count} passed, 0 failed"
-    assert len(lines) == count + 2
+    assert lines[-1] == "3 passed, 0 failed"
+    assert [line.split()[1] for line in lines[1:-1]] == list(names)
     assert "refused as expected, 'no supervised target tokens'" in done.stdout
 
 
@@ -221,16 +204,136 @@ def test_own_vectors_are_those_of_the_manifest() -> None:
     assert held == set(manifest["files"])
     for name, digest in manifest["files"].items():
         assert hashlib.sha256((OWN / name).read_bytes()).hexdigest() == digest, name
-    assert manifest["packages"].keys() == {"jax", "jaxlib", "flax", "numpy"}
+    packages = {"jax", "jaxlib", "flax", "optax", "numpy", "safetensors"}
+    assert manifest["packages"].keys() == packages
 
 
 def test_emitting_twice_gives_the_same_bytes(tmp_path: Path) -> None:
     """Fault: a seed left out, an order of a set, a time in a file."""
-    from parity.emit import emit
-
     for name in ("one", "two"):
-        emit(tmp_path / name)
+        emitting.emit(tmp_path / name)
     first = {p.relative_to(tmp_path / "one"): p for p in (tmp_path / "one").rglob("*.*")}
     assert len(first) == 2 * len(list_cases(OWN)) + 1
     for name, path in first.items():
         assert (tmp_path / "two" / name).read_bytes() == path.read_bytes(), name
+
+
+SMALL = [recipe for recipe in emitting.RECIPES if recipe.name.startswith("error-")]
+
+
+@pytest.fixture
+def earlier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A set of two cases, of which emit now writes the first alone; and a case of somebody else."""
+    monkeypatch.setattr(emitting, "RECIPES", tuple(SMALL))
+    directory = tmp_path / "set"
+    emitting.emit(directory)
+    shutil.copytree(OWN / "pruned-gated", directory / "outside")
+    monkeypatch.setattr(emitting, "RECIPES", tuple(SMALL[:1]))
+    return directory
+
+
+def names_in(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+def test_overwriting_leaves_no_stale_case(earlier: Path) -> None:
+    """Faults: a case of a recipe that is gone stays and is judged by; a foreign one is removed."""
+    assert emitting.emit(earlier, overwrite=True) == [SMALL[0].name]
+    assert names_in(earlier) == {SMALL[0].name, "outside", "MANIFEST.json"}
+    manifest = json.loads((earlier / "MANIFEST.json").read_text())
+    assert {name.split("/")[0] for name in manifest["files"]} == {SMALL[0].name}
+
+
+def test_a_changed_stale_case_is_not_removed(earlier: Path) -> None:
+    """Fault: somebody's work removed because it has the name of an old case."""
+    stale = earlier / SMALL[1].name
+    notes, case = stale / "notes.txt", stale / "case.json"
+    before = case.read_bytes(), (earlier / "MANIFEST.json").read_bytes()
+    notes.write_text("mine")
+    with pytest.raises(CaseError, match=f"{SMALL[1].name} is a case that emit no longer writes"):
+        emitting.emit(earlier, overwrite=True)
+    notes.unlink()
+    case.write_bytes(before[0] + b" ")
+    with pytest.raises(CaseError, match="it has been changed since"):
+        emitting.emit(earlier, overwrite=True)
+    assert (earlier / "MANIFEST.json").read_bytes() == before[1]
+    moved = earlier.parent / "elsewhere"
+    case.write_bytes(before[0])
+    stale.rename(moved)
+    stale.symlink_to(moved)
+    with pytest.raises(CaseError, match="it has been changed since"):
+        emitting.emit(earlier, overwrite=True)
+    assert names_in(moved) == {"case.json", "tensors.safetensors"}
+
+
+def test_a_manifest_points_nowhere_else(earlier: Path) -> None:
+    """Fault: files outside the set removed because a manifest names them."""
+    other = earlier.parent / "other"
+    shutil.copytree(earlier / SMALL[1].name, other)
+    place = earlier / "MANIFEST.json"
+    manifest = json.loads(place.read_text())
+    for name in ("case.json", "tensors.safetensors"):
+        digest = manifest["files"].pop(f"{SMALL[1].name}/{name}")
+        manifest["files"][f"../other/{name}"] = digest
+    place.write_text(json.dumps(manifest))
+    assert emitting.stale_cases(earlier) == []
+    place.write_text("[]")
+    with pytest.raises(CaseError, match=r"MANIFEST\.json is no manifest of emit's"):
+        emitting.stale_cases(earlier)
+
+
+def test_a_weak_decoding_case_is_not_emitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: a decoding vector that any implementation passes, as none of its rounds tells."""
+
+    def lacks(name: str, rounds: list[list[int]]) -> str:
+        case = read_case(OWN / name)
+        weak = Answer(tensors=case.group("expect") | {"rounds": np.array(rounds)})
+        # What the case gives without its setting: the same tokens.
+        monkeypatch.setattr(emitting, "answer_case", lambda *_: weak)
+        with pytest.raises(RuntimeError, match="the case lacks") as told:
+            emitting.check_decoding(case, weak)
+        return str(told.value).split("the case lacks ")[1]
+
+    never = "a whole block accepted, a rejection after an acceptance"
+    assert lacks("decoding-greedy", [[3, 0, 1], [3, 0, 1]]) == never
+    always = "a proposal rejected, a rejection after an acceptance"
+    assert lacks("decoding-greedy", [[3, 3, 4], [2, 2, 2]]) == always
+    good = [[3, 3, 4], [3, 1, 2], [2, 2, 2]]
+    padded = "tokens that depend on tokenizer_size"
+    assert lacks("decoding-padded-head", good) == padded
+    whole = "a truncated block, tokens that depend on confidence_threshold"
+    assert lacks("decoding-truncated", good) == whole
+    ends = "an end of text accepted inside a block"
+    assert lacks("decoding-ends", [*good[:2], [3, 2, 3]]) == ends
+
+
+def setting(name: str, value: object):
+    """Replace, or with None leave out, a setting of a decoding case."""
+
+    def change(path: Path) -> None:
+        content = json.loads((path / "case.json").read_text())
+        content["decoding"] = {
+            key: old
+            for key, old in (content["decoding"] | {name: value}).items()
+            if old is not None
+        }
+        (path / "case.json").write_text(json.dumps(content))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("decoding-padded-head", setting("tokenizer_size", None)),
+        ("decoding-truncated", setting("confidence_threshold", None)),
+        ("decoding-ends", setting("end_of_text", None)),
+        ("decoding-greedy", setting("temperature", 1.0)),
+    ],
+)
+def test_a_decoding_vector_tells(tmp_path: Path, name: str, change) -> None:
+    """Faults: padding ids proposed, no truncation, tokens past the end, draws that matter at 0."""
+    shutil.copytree(OWN / name, tmp_path / name)
+    assert run_case(tmp_path / name, ["spec"], "float32").passes
+    change(tmp_path / name)
+    assert not run_case(tmp_path / name, ["spec"], "float32").passes

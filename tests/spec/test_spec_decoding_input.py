@@ -37,25 +37,29 @@ NAN, INF = math.nan, math.inf
 def settings(**changes):
     """Check settings as a program without this run's type checks has them checked."""
     given = {"proposals": 1, "limit": 1, "temperature": 0, "end_of_text": None, "truncate": None}
-    DecodingConfig.__post_init__(SimpleNamespace(**given | changes))
+    checked = SimpleNamespace(**given | changes)
+    DecodingConfig.__post_init__(checked)
+    return checked
 
 
 def test_settings_that_are_refused():
-    # Faults: a bool taken for 1, a float for the number it is near, another library's number that
-    # would end up in the statistics; each refused by its name.
+    # Faults: a bool taken for 1, a float for the number it is near; each refused by its name.
     for field in ("proposals", "limit"):
-        for bad in (0, -1, True, 2.0, np.int64(2), "2", None):
+        for bad in (0, -1, True, 2.0, np.int64(0), np.True_, np.float64(2), "2", None):
             with pytest.raises(ValueError, match=f"{field}: expected a whole number"):
                 settings(**{field: bad})
     for bad in (-0.5, NAN, INF, True, "1", None, np.float32(1)):
         with pytest.raises(ValueError, match="temperature: expected a finite number >= 0"):
             settings(temperature=bad)
-    for bad in (-1, False, 7.0, np.int64(7)):
+    for bad in (-1, False, 7.0, np.int64(-7)):
         with pytest.raises(ValueError, match="end_of_text: expected an id"):
             settings(end_of_text=bad)
     with pytest.raises(ValueError, match="truncate: expected a function"):
         settings(truncate=2)
     settings(proposals=3, limit=2, temperature=0.5, end_of_text=0, truncate=len)
+    # Fault: NumPy's numbers refused, or carried on into the statistics.
+    kept = settings(proposals=np.int64(3), limit=np.int32(2), end_of_text=np.uint8(7))
+    assert repr((kept.proposals, kept.limit, kept.end_of_text)) == "(3, 2, 7)"
     with pytest.raises(ValueError, match="limit: expected a whole number"):
         DecodingConfig(proposals=1, limit=0)  # the class itself asks
 

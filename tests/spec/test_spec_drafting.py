@@ -252,7 +252,9 @@ def test_missing_captured_states_are_refused():
         drafter.begin(tokens, jnp.zeros((4, HIDDEN)))
 
 
-@pytest.mark.parametrize("of", [config(), dflash_config()], ids=["dspark", "dflash"])
+@pytest.mark.parametrize(
+    "of", [config(**HEADS["rnn, sliding"]), dflash_config()], ids=["dspark", "dflash"]
+)
 def test_a_real_draft_in_float32(of):
     # Faults: a float64 constant in the block (strict promotion refuses it), another dtype of q;
     # rounding that reaches the tokens: from equal draws the two dtypes commit the same ones, unless
