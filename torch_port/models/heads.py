@@ -6,12 +6,47 @@ leading axes. Every head type ends in W2: bias = code · W2ᵀ, with a code of w
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from torch_port.config import DraftConfig
+
+
+def lookup(table: Tensor, index: Tensor) -> Tensor:
+    """Return table[index], […, r]; a row's gradients are summed in float32 or better.
+
+    torch sums them in the table's own dtype, one after another: in bf16 a token that occurred 1000
+    times in a batch got half of its gradient (docs/precision.md).
+    """
+    return _Lookup.apply(table, index)
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.rows = len(table)
+        return F.embedding(index, table)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+        # Left wide: autograd casts it to the dtype in which the table's gradient is kept.
+        return torch.ops.aten.embedding_dense_backward(wide, index, ctx.rows, -1, False), None
+
+
+class TokenEmbedding(nn.Embedding):
+    """An embedding whose gradient is summed in float32 or better (`lookup`)."""
+
+    def forward(self, index: Tensor) -> Tensor:
+        """Return the rows at `index`, […, r]."""
+        return lookup(self.weight, index)
 
 
 class MarkovHead(nn.Module):
@@ -23,7 +58,7 @@ class MarkovHead(nn.Module):
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
-        self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
+        self.markov_w1 = TokenEmbedding(config.vocab_size, config.markov_rank)
         self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab_size, bias=False)
 
     def embed(self, previous: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch_port.config import ObjectiveConfig
 from torch_port.data.batch import Batch
 from torch_port.layout import Layout
 from torch_port.models.dspark import DSparkDraft, FrozenTarget
+from torch_port.models.heads import lookup
 from torch_port.objective.fused import Code, Slots, SlotValues, Teacher, fused_terms
 from torch_port.objective.loss import Denominators
 from torch_port.objective.teacher import log_normalizer
@@ -122,7 +123,8 @@ def _markov(
             0, layout.place_M, torch.arange(len(slots_M), device=slots_M.device)
         )
         e_Pr = head.embed(previous_M.index_select(0, first_P))
-        return Code(e_Pr, by_position=True), e_Pr.index_select(0, layout.place_M)
+        # A position's slots add up their gradients: not in bf16.
+        return Code(e_Pr, by_position=True), lookup(e_Pr, layout.place_M)
     if head.scope == "slot":
         e_Mr = head.embed(previous_M)
         hidden_MH = hidden_BNGH.flatten(0, 2).index_select(0, slots_M)

@@ -97,8 +97,13 @@ class MasterAdamW:
 
     def gradient_norm(self) -> Tensor:
         """Return the global norm of all gradients, on the device, in float32 or better."""
-        wide = [p.grad.to(m.dtype) for p, m in self._pairs() if p.grad is not None]
-        return torch.nn.utils.get_total_norm(wide)
+        # Row by row, then a sum: torch's norm of 10⁷ float32 values in one go was off by 5e-4.
+        rows = [
+            torch.linalg.vector_norm(p.grad, dim=-1, dtype=m.dtype).flatten()
+            for p, m in self._pairs()
+            if p.grad is not None
+        ]
+        return torch.cat(rows).square().sum().sqrt()
 
     def apply(self, rate: float, norm: Tensor) -> None:
         """Clip by min(1, max_grad_norm/‖g‖), update the masters, cast to the parameters.

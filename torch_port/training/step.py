@@ -39,9 +39,13 @@ def accumulate_gradients(
     """Run forward and backward over the micro-batches of a step; nothing here syncs.
 
     Returns (loss summed over micro-batches, den, ce_den, metric pairs), all on the device. Rank
-    gradients are averaged when a process group exists.
+    gradients are averaged when a process group exists. Gradients are float32 or better, whatever
+    the parameters are.
     """
     ranks = world_size()
+    for parameter in draft.parameters():
+        # Chunks, micro-batches and ranks add up here: in bf16 each sum would round (§11).
+        parameter.grad_dtype = torch.promote_types(parameter.dtype, torch.float32)
     local = torch.stack([batch_denominators(draft, b, objective) for b in micro_batches]).sum(0)
     denominators = reduce_denominators(local, draft.prunes_vocabulary)
     loss_sum = torch.zeros_like(denominators.den)
