@@ -52,17 +52,20 @@ class Batch:
         return self
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
-        """Move to a device; states and mask in `dtype`. The normaliser stays float32 or better."""
+        """Move to a device, states in `dtype`.
+
+        Normaliser and loss mask stay float32 or better: a mask of 0.501 would be 0.5 in bf16, and
+        its position no longer supervised.
+        """
         moved: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Layout):
                 moved[field.name] = value.to(device)
                 continue
-            if field.name == "target_log_normalizer" and value is not None:
-                value = value.to(torch.promote_types(dtype, torch.float32))
-            elif value is not None and value.is_floating_point():
-                value = value.to(dtype)
+            if value is not None and value.is_floating_point():
+                stays_wide = field.name in ("target_log_normalizer", "loss_mask")
+                value = value.to(torch.promote_types(dtype, torch.float32) if stays_wide else dtype)
             moved[field.name] = None if value is None else value.to(device)
         return Batch(**moved)
 
