@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from torch_port.errors import UserError
 from torch_port.layout import Layout
+from torch_port.objective.products import product
 from torch_port.objective.reductions import row_max
 
 BUFFERS = 3  # K-wide buffers for the slots of a chunk, and as many for the positions of a group
@@ -205,11 +206,8 @@ class _Walk:
         return torch.cat(columns, dim=1)
 
     def gradients(self) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden, code, W2 and head, each in its input's dtype."""
-        d_code = None if self.d_code is None else self.d_code.to(self.hidden.dtype)
-        d_w2 = None if self.d_w2 is None else self.d_w2.to(self.hidden.dtype)
-        d_head = None if self.d_head is None else self.d_head.to(self.head.dtype)
-        return self.d_hidden, d_code, d_w2, d_head
+        """Return the gradients of hidden, code, W2 and head; autograd casts what it must."""
+        return self.d_hidden, self.d_code, self.d_w2, self.d_head
 
     def _group(self, group: _Group) -> Tensor:
         at = group.positions
@@ -218,7 +216,7 @@ class _Walk:
         if self.by_position:
             assert self.code is not None
             assert self.w2 is not None
-            _product(self.code[at], self.w2.T, bias_QK)
+            product(self.code[at], self.w2, bias_QK)
             sum_QK.zero_()
         columns = [self._chunk(chunk, at.start, said) for chunk in group.chunks]
         if self.by_position and self.backward:
@@ -228,9 +226,8 @@ class _Walk:
     def _teach(self, at: slice, teach_QK: Tensor, spare_QK: Tensor) -> _Said:
         """Fill `teach_QK` with p̃ at a group's positions."""
         teacher = self.teacher
-        states_QH = teacher.states_PH[at].to(self.wide)
-        # Widened before the product: one rounded to bf16 does not fit its float32 normaliser.
-        _product(states_QH, teacher.head_KH.T, spare_QK)
+        # Never rounded to bf16: it would not fit its float32 normaliser.
+        product(teacher.states_PH[at], teacher.head_KH, spare_QK)
         top_Q, best_Q = row_max(spare_QK)
         torch.softmax(spare_QK, -1, out=teach_QK)
         share_Q = teach_QK.gather(-1, best_Q.unsqueeze(-1)).squeeze(-1)
@@ -249,7 +246,7 @@ class _Walk:
         place_C = self.layout.place_M[chunk] - start
         hidden_CH = self.hidden.index_select(0, self.layout.slots_M[chunk])
         label_C, kept_C = self.slots.label_M[chunk], self.slots.kept_M[chunk]
-        self._logits(hidden_CH, chunk, place_C, a_CK)
+        self._logits(hidden_CH, chunk, place_C, a_CK, q_CK)
         top_C, best_C = row_max(a_CK)
         chosen_C = a_CK.gather(-1, label_C.unsqueeze(-1)).squeeze(-1)
         torch.softmax(a_CK, -1, out=q_CK)
@@ -272,15 +269,21 @@ class _Walk:
         )
         return torch.stack(list(vars(values).values()))
 
-    def _logits(self, hidden_CH: Tensor, chunk: slice, place_C: Tensor, out_CK: Tensor) -> None:
-        """z = h·Uᵀ + bias."""
+    def _logits(
+        self, hidden_CH: Tensor, chunk: slice, place_C: Tensor, out_CK: Tensor, spare_CK: Tensor
+    ) -> None:
+        """z = h·Uᵀ + bias, neither of them rounded to bf16."""
         if self.by_position:
             torch.index_select(self.position_buffers[1], 0, place_C, out=out_CK)
-            _add_product(hidden_CH, self.head.T, out_CK)
+        elif self.code is not None and self.w2 is not None:
+            product(self.code[chunk], self.w2, out_CK)
+        else:
+            product(hidden_CH, self.head, out_CK)
             return
-        _product(hidden_CH, self.head.T, out_CK)
-        if self.code is not None and self.w2 is not None:
-            _add_product(self.code[chunk], self.w2.T, out_CK)
+        if self.hidden.dtype == self.head.dtype == self.wide:
+            out_CK.addmm_(hidden_CH, self.head.T)
+        else:
+            out_CK.add_(product(hidden_CH, self.head, spare_CK))
 
     def _compare(
         self, place_C: Tensor, mass_C: Tensor, a_CK: Tensor, q_CK: Tensor, s_CK: Tensor
@@ -340,16 +343,6 @@ def _rows(buffer_bytes: int, K: int, dtype: torch.dtype) -> tuple[int, int]:
         )
     positions = max(1, rows // 3)
     return rows - positions, positions
-
-
-def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """out = a·b; in out's dtype where the factors have another."""
-    if a.dtype == b.dtype == out.dtype:
-        torch.mm(a, b, out=out)
-    elif a.dtype == b.dtype:
-        out.copy_(a @ b)
-    else:
-        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
 
 
 def _add_product(a: Tensor, b: Tensor, out: Tensor) -> None:

@@ -1,12 +1,14 @@
 """The frozen teacher's normaliser over all of V, without a `[…, V]` tensor (spec sheet §7).
 
-Shape suffixes: B batch, S sequence, H hidden size, V target ids.
+Shape suffixes: B batch, S sequence, P states, R rows of a slice, H hidden size, V target ids.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from torch_port.objective.products import product
 
 # Rows of the head per slice: the widest temporary is [B, S, SLICE] instead of [B, S, V].
 SLICE = 1024
@@ -26,15 +28,15 @@ def log_normalizer(
     products rounded to bf16 would let the kept mass exceed 1 (§11).
     """
     dtype = torch.promote_types(states.dtype, torch.float32)
-    largest = states.new_full(states.shape[:-1], -torch.inf, dtype=dtype)
+    rows_PH = states.reshape(-1, states.shape[-1])
+    largest = states.new_full((len(rows_PH),), -torch.inf, dtype=dtype)
     total = torch.zeros_like(largest)
-    wide = states.to(dtype)
     parts = lm_head_VH.split(rows) if ids is None else ids.split(rows)
     for part in parts:
         part_RH = part if ids is None else lm_head_VH.index_select(0, part)
-        logits = wide @ part_RH.to(dtype).T
+        logits = product(rows_PH, part_RH)
         top = torch.maximum(largest, logits.amax(-1))
         share = logits.sub_(top.unsqueeze(-1)).exp_().sum(-1)
         total = total * (largest - top).exp() + share
         largest = top
-    return largest + total.log()
+    return (largest + total.log()).view(states.shape[:-1])

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_port.blocks import Blocks
 from torch_port.config import ObjectiveConfig
 from torch_port.models.dspark import DSparkDraft, FrozenTarget
+from torch_port.objective.products import product
 from torch_port.objective.teacher import log_normalizer
 
 CHUNK = 16  # blocks per chunk, as published
@@ -128,9 +129,10 @@ def _chunk_terms(
     logits = _where_evaluated(M, _wide(draft.logits(chunk.hidden, e, head_KH)))
     confidence = draft.confidence(chunk.hidden, e, objective.detach_confidence)
     with torch.no_grad():
-        # Widened before the product: one rounded to bf16 does not fit its float32 normaliser, and
-        # the kept mass came out up to 1.28.
-        teacher = _where_evaluated(M, _wide(chunk.teacher_state) @ _wide(teacher_KH).T)
+        # Never rounded to bf16: it would not fit its float32 normaliser, and the kept mass came out
+        # up to 1.28.
+        teacher = product(chunk.teacher_state.flatten(0, 1), teacher_KH)
+        teacher = _where_evaluated(M, teacher.view(*M.shape, -1))
         conditional = teacher.softmax(-1)
         if draft.prunes_vocabulary:
             true = (teacher - _where_evaluated(M, chunk.teacher_normalizer).unsqueeze(-1)).exp()
