@@ -37,6 +37,12 @@ class Layout:
     visit_anchors_X: Tensor  # the anchors of `visits`, all rows one after another
     visit_queries_XG: Tensor  # the slots of those blocks, counted within their row
 
+    def row(self, row: int) -> tuple[tuple[tuple[int, int], ...], Tensor]:
+        """Return a row's (visits; slots of their blocks [X, G])."""
+        start = sum(len(visits) for visits in self.visits[:row])
+        visits = self.visits[row]
+        return visits, self.visit_queries_XG[start : start + len(visits)]
+
     def to(self, device: torch.device) -> Layout:
         """Move the index tensors to a device; the host's part stays."""
         return Layout(

@@ -8,11 +8,13 @@ down the anchors. A full-attention layer then needs no mask at all. Memory grows
 An NPU takes one fused call per few blocks instead: see `_Chunked`.
 
 Shape suffixes: B batch, S sequence, N blocks, G slots, Q = N·G, A query heads, R kv heads, E = A/R
-query heads of one kv head, M = E·G rows of one product, D head dimension, C keys a block sees.
+query heads of one kv head, M = E·G rows of one product, D head dimension, C keys a block sees,
+n blocks of a pack or call, X their slots; 2 is keys, then values.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch_port.device import attention_chunk, attention_chunk_grad, kernels_for
 from torch_port.layout import Layout
 
+PACK = 32  # blocks whose slots are gathered by one operator
 BLOCKS_PER_CALL = 8  # of a fused NPU call: 128 queries at γ = 16; very large calls can time out
 
 
@@ -64,76 +67,77 @@ def band_hidden(block_size: int, window: int, device: torch.device) -> Tensor:
     return torch.where(own < 0, column < slot_G1, own > slot_G1)
 
 
-@dataclass(frozen=True)
-class _Scratch:
-    """What the walk over one row reuses from block to block, in float32 or better."""
+class _Walk:
+    """One row's blocks from the last anchor down, packed a few at a time, in float32 or better.
 
-    keys_RSD: Tensor
-    values_RSD: Tensor
-    query_RMD: Tensor
-    out_RMD: Tensor
-    scores: Tensor  # flat, R·M·(S + G)
-    shares: Tensor
-    hidden_GC: Tensor | None  # a sliding layer's band
-    heads: tuple[int, int, int, int]  # R, E, G, D
-
-
-def _scratch(q_BAQD: Tensor, k_BRSD: Tensor, block_size: int, window: int | None) -> _Scratch:
-    A, D = q_BAQD.shape[1], q_BAQD.shape[3]
-    R, S = k_BRSD.shape[1:3]
-    M = A // R * block_size
-    wide = torch.promote_types(q_BAQD.dtype, torch.float32)
-    longest = S if window is None else min(S, window - 1)
-
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=wide, device=q_BAQD.device)
-
-    return _Scratch(
-        keys_RSD=empty(R, S + block_size, D),
-        values_RSD=empty(R, S + block_size, D),
-        query_RMD=empty(R, M, D),
-        out_RMD=empty(R, M, D),
-        scores=empty(R * M * (longest + block_size)),
-        shares=empty(R * M * (longest + block_size)),
-        hidden_GC=None if window is None else band_hidden(block_size, window, q_BAQD.device),
-        heads=(R, A // R, block_size, D),
-    )
-
-
-class _Row:
-    """The walk over one row of a batch: shared by forward and backward."""
+    A block's query heads of one kv head are rows of one product, so that keys are never repeated.
+    """
 
     def __init__(
-        self, scratch: _Scratch, q_AQD: Tensor, keys: tuple[Tensor, ...], window: int | None
+        self, q_AQD: Tensor, keys: tuple[Tensor, ...], layout: Layout, row: int, window: int | None
     ) -> None:
-        self.s, self.q_AQD, self.window = scratch, q_AQD, window
-        context_k, context_v, self.own_k, self.own_v = keys
-        self.s.keys_RSD[:, : context_k.shape[1]].copy_(context_k)
-        self.s.values_RSD[:, : context_v.shape[1]].copy_(context_v)
+        context_k, context_v, own_k, own_v = keys
+        self.q_AQD, self.own = q_AQD, (own_k, own_v)
+        self.R, S, self.D = context_k.shape
+        self.E, self.G, self.window = len(q_AQD) // self.R, layout.block_size, window
+        self.wide = torch.promote_types(q_AQD.dtype, torch.float32)
+        self.visits, self.queries_XG = layout.row(row)
+        device, G = q_AQD.device, self.G
+        self.both_2RSD = torch.empty(
+            2, self.R, S + G, self.D, dtype=self.wide, device=device
+        )  # keys, then values
+        self.both_2RSD[0, :, :S].copy_(context_k)
+        self.both_2RSD[1, :, :S].copy_(context_v)
+        longest = (S if window is None else min(S, window - 1)) + G
+        scratch = torch.empty(2, self.R * self.E * G * longest, dtype=self.wide, device=device)
+        self.scratch = scratch.unbind(0)  # scores, shares
+        self.hidden_GC = None if window is None else band_hidden(G, window, device)
 
-    def split(self, x_AQD: Tensor, block: int) -> Tensor:
-        """View a block's rows as [R, E, G, D]."""
-        R, E, G, _ = self.s.heads
-        return x_AQD[:, block * G : (block + 1) * G].unflatten(0, (R, E))
+    def packs(self) -> Iterator[_Pack]:
+        """Cut the walk into packs of up to `PACK` blocks."""
+        for end in range(len(self.visits), 0, -PACK):
+            start = max(0, end - PACK)
+            queries_X = self.queries_XG[start:end].flatten()
+            anchors = [anchor for anchor, _ in self.visits[start:end]]
+            yield _Pack(anchors, queries_X)
 
-    def attend(self, anchor: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a block's (softmax shares [R, M, C], keys [R, C, D], values [R, C, D])."""
-        s = self.s
-        R, E, G, D = s.heads
-        rows = slice(block * G, (block + 1) * G)
-        low, high = first_key(anchor, self.window), anchor + G
-        s.keys_RSD[:, anchor:high].copy_(self.own_k[:, rows])
-        s.values_RSD[:, anchor:high].copy_(self.own_v[:, rows])
-        torch.mul(self.split(self.q_AQD, block), D**-0.5, out=s.query_RMD.view(R, E, G, D))
-        keys_RCD, values_RCD = s.keys_RSD[:, low:high], s.values_RSD[:, low:high]
-        shape = (R, E * G, high - low)
-        size = R * E * G * (high - low)
-        scores_RMC = torch.bmm(s.query_RMD, keys_RCD.mT, out=s.scores[:size].view(shape))
-        if s.hidden_GC is not None:
-            hidden_GC = s.hidden_GC[:, s.hidden_GC.shape[1] - (high - low) :]
-            scores_RMC.view(R, E, G, -1).masked_fill_(hidden_GC, -torch.inf)
-        shares_RMC = torch.softmax(scores_RMC, -1, out=s.shares[:size].view(shape))
-        return shares_RMC, keys_RCD, values_RCD
+    def pack(self, x_AQD: Tensor, queries_X: Tensor, scale: float = 1.0) -> Tensor:
+        """Copy the blocks of a pack, scaled, to [n, R, M, D]."""
+        heads = len(x_AQD) // self.R
+        packed = x_AQD.index_select(1, queries_X).to(self.wide)
+        packed = packed.view(self.R, heads, -1, self.G, self.D).permute(2, 0, 1, 3, 4)
+        return (packed * scale).reshape(-1, self.R, heads * self.G, self.D)
+
+    def unpack(self, packed_nRMD: Tensor, queries_X: Tensor, out_AQD: Tensor) -> None:
+        """Write the blocks of a pack to their places in `out_AQD`."""
+        n, R = packed_nRMD.shape[:2]
+        flat = packed_nRMD.view(n, R, -1, self.G, self.D).permute(1, 2, 0, 3, 4)
+        out_AQD.index_copy_(1, queries_X, flat.reshape(len(out_AQD), -1, self.D).to(out_AQD.dtype))
+
+    def own_keys(self, queries_X: Tensor) -> Tensor:
+        """Copy a pack's own keys and values to [n, 2, R, G, D]."""
+        return torch.stack([self.pack(x, queries_X) for x in self.own], dim=1)
+
+    def attend(self, query_RMD: Tensor, own_2RGD: Tensor, anchor: int) -> tuple[Tensor, Tensor]:
+        """Return a block's (softmax shares [R, M, C]; keys and values [2, R, C, D])."""
+        low, high = first_key(anchor, self.window), anchor + self.G
+        self.both_2RSD[:, :, anchor:high].copy_(own_2RGD)
+        seen_2RCD = self.both_2RSD[:, :, low:high]
+        shape = (*query_RMD.shape[:2], high - low)
+        scores_RMC, shares_RMC = (x[: math.prod(shape)].view(shape) for x in self.scratch)
+        torch.bmm(query_RMD, seen_2RCD[0].mT, out=scores_RMC)
+        if self.hidden_GC is not None:
+            hidden_GC = self.hidden_GC[:, self.hidden_GC.shape[1] - (high - low) :]
+            scores_RMC.view(self.R, self.E, self.G, -1).masked_fill_(hidden_GC, -torch.inf)
+        return torch.softmax(scores_RMC, -1, out=shares_RMC), seen_2RCD
+
+
+@dataclass(frozen=True)
+class _Pack:
+    """Some blocks of a row, ascending: their anchors, and their slots one after another."""
+
+    anchors: list[int]
+    queries_X: Tensor
 
 
 class _Sliced(torch.autograd.Function):
@@ -151,15 +155,19 @@ class _Sliced(torch.autograd.Function):
         window: int | None,
     ) -> Tensor:
         keys = (context_k, context_v, own_k, own_v)
-        scratch = _scratch(q_BAQD, context_k, layout.block_size, window)
-        R, E, G, D = scratch.heads
         out_BAQD = _zeros_like_heads(q_BAQD)
-        for b, visits in enumerate(layout.visits):
-            row = _Row(scratch, q_BAQD[b], tuple(x[b] for x in keys), window)
-            for anchor, block in reversed(visits):
-                shares_RMC, _, values_RCD = row.attend(anchor, block)
-                torch.bmm(shares_RMC, values_RCD, out=scratch.out_RMD)
-                row.split(out_BAQD[b], block).copy_(scratch.out_RMD.view(R, E, G, D))
+        for row in range(len(q_BAQD)):
+            walk = _Walk(q_BAQD[row], tuple(x[row] for x in keys), layout, row, window)
+            for pack in walk.packs():
+                query_nRMD = walk.pack(q_BAQD[row], pack.queries_X, walk.D**-0.5)
+                out_nRMD = torch.empty_like(query_nRMD)
+                blocks = zip(
+                    pack.anchors, query_nRMD, walk.own_keys(pack.queries_X), out_nRMD, strict=True
+                )
+                for anchor, query_RMD, own_2RGD, out_RMD in reversed(list(blocks)):
+                    shares_RMC, seen_2RCD = walk.attend(query_RMD, own_2RGD, anchor)
+                    torch.bmm(shares_RMC, seen_2RCD[1], out=out_RMD)
+                walk.unpack(out_nRMD, pack.queries_X, out_BAQD[row])
         ctx.save_for_backward(q_BAQD, *keys, out_BAQD)
         ctx.layout, ctx.window = layout, window
         return out_BAQD
@@ -168,56 +176,57 @@ class _Sliced(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_BAQD: Tensor) -> tuple[Tensor | None, ...]:
         q_BAQD, *keys, out_BAQD = ctx.saved_tensors
-        layout, window = ctx.layout, ctx.window
-        scratch = _scratch(q_BAQD, keys[0], layout.block_size, window)
         d_q = _zeros_like_heads(q_BAQD)
-        wide = scratch.keys_RSD.dtype
-        d_keys = [torch.zeros_like(x, dtype=wide) for x in keys]
-        for b, visits in enumerate(layout.visits):
-            row = _Row(scratch, q_BAQD[b], tuple(x[b] for x in keys), window)
-            sums = tuple(x[b] for x in d_keys)
-            for anchor, block in reversed(visits):
-                _block_gradient(row, anchor, block, grad_BAQD[b], out_BAQD[b], d_q[b], sums)
+        d_keys = [
+            torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in keys
+        ]
+        for row in range(len(q_BAQD)):
+            walk = _Walk(q_BAQD[row], tuple(x[row] for x in keys), ctx.layout, row, ctx.window)
+            sums = tuple(x[row] for x in d_keys)
+            for pack in walk.packs():
+                _pack_gradient(walk, pack, (grad_BAQD[row], out_BAQD[row]), d_q[row], sums)
         d_keys = [d.to(x.dtype) for d, x in zip(d_keys, keys, strict=True)]
         return (d_q, *d_keys, None, None)
 
 
-def _block_gradient(
-    row: _Row,
-    anchor: int,
-    block: int,
-    grad_AQD: Tensor,
-    out_AQD: Tensor,
+def _pack_gradient(
+    walk: _Walk,
+    pack: _Pack,
+    outside: tuple[Tensor, Tensor],
     d_q_AQD: Tensor,
     sums: tuple[Tensor, ...],
 ) -> None:
-    """Add one block's gradients to dq and to `sums`, those of (context k, v, own k, v).
+    """Add a pack's gradients to dq and to `sums`, those of (context k, v, own k, v).
 
-    With P the shares and dP = dO·Vᵀ: dS = P ⊙ (dP − Σ dO⊙O), because Σ P⊙dP = Σ dO⊙O.
+    `outside` is dO and O. With P the shares and dP = dO·Vᵀ: dS = P ⊙ (dP − Σ dO⊙O), because
+    Σ P⊙dP = Σ dO⊙O.
     """
-    s = row.s
-    R, E, G, D = s.heads
-    shares_RMC, keys_RCD, values_RCD = row.attend(anchor, block)
-    low, rows = first_key(anchor, row.window), slice(block * G, (block + 1) * G)
-    inside = anchor - low  # context columns; the block's own follow
-    d_context_k, d_context_v, d_own_k, d_own_v = sums
-    d_out_RMD = row.split(grad_AQD, block).to(s.out_RMD.dtype).reshape(R, E * G, D)
-    mean_RM1 = (d_out_RMD * row.split(out_AQD, block).reshape(R, E * G, D)).sum(-1, keepdim=True)
-
-    _add_product(d_context_v[:, low:anchor], shares_RMC[..., :inside], d_out_RMD)
-    d_own_v[:, rows] = shares_RMC[..., inside:].mT @ d_out_RMD
-    d_score_RMC = s.scores[: shares_RMC.numel()].view(shares_RMC.shape)
-    torch.bmm(d_out_RMD, values_RCD.mT, out=d_score_RMC)
-    d_score_RMC.sub_(mean_RM1).mul_(shares_RMC)
-    torch.bmm(d_score_RMC, keys_RCD, out=s.out_RMD)
-    row.split(d_q_AQD, block).copy_(s.out_RMD.mul_(D**-0.5).view(R, E, G, D))
-    _add_product(d_context_k[:, low:anchor], d_score_RMC[..., :inside], s.query_RMD)
-    d_own_k[:, rows] = d_score_RMC[..., inside:].mT @ s.query_RMD
-
-
-def _add_product(total_RCD: Tensor, left_RMC: Tensor, right_RMD: Tensor) -> None:
-    if total_RCD.shape[1]:  # anchor 0 has no context
-        total_RCD.baddbmm_(left_RMC.mT, right_RMD)
+    d_context_k, d_context_v, *d_own = sums
+    query_nRMD = walk.pack(walk.q_AQD, pack.queries_X, walk.D**-0.5)
+    d_out_nRMD, out_nRMD = (walk.pack(x, pack.queries_X) for x in outside)
+    mean_nRM1 = (d_out_nRMD * out_nRMD).sum(-1, keepdim=True)
+    own_n2RGD = walk.own_keys(pack.queries_X)
+    d_query_nRMD, d_own_n2RGD = out_nRMD, torch.empty_like(own_n2RGD)  # out has served
+    for i in reversed(range(len(pack.anchors))):
+        anchor = pack.anchors[i]
+        low = first_key(anchor, walk.window)
+        inside = anchor - low  # context columns; the block's own follow
+        shares_RMC, seen_2RCD = walk.attend(query_nRMD[i], own_n2RGD[i], anchor)
+        shares_RCM, d_out_RMD = shares_RMC.mT, d_out_nRMD[i]
+        torch.bmm(shares_RCM[:, inside:], d_out_RMD, out=d_own_n2RGD[i, 1])
+        d_scores_RMC = torch.bmm(
+            d_out_RMD, seen_2RCD[1].mT, out=walk._view(walk.scores, shares_RMC.shape)
+        )
+        d_scores_RMC.sub_(mean_nRM1[i]).mul_(shares_RMC)
+        torch.bmm(d_scores_RMC, seen_2RCD[0], out=d_query_nRMD[i])
+        d_scores_RCM = d_scores_RMC.mT
+        torch.bmm(d_scores_RCM[:, inside:], query_nRMD[i], out=d_own_n2RGD[i, 0])
+        if inside:  # anchor 0 has no context
+            d_context_v[:, low:anchor].baddbmm_(shares_RCM[:, :inside], d_out_RMD)
+            d_context_k[:, low:anchor].baddbmm_(d_scores_RCM[:, :inside], query_nRMD[i])
+    walk.unpack(d_query_nRMD.mul_(walk.D**-0.5), pack.queries_X, d_q_AQD)
+    for own, d_own_nRGD in zip(d_own, d_own_n2RGD.unbind(1), strict=True):
+        walk.unpack(d_own_nRGD.contiguous(), pack.queries_X, own)
 
 
 def _zeros_like_heads(x_BAQD: Tensor) -> Tensor:
