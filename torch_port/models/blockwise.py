@@ -214,9 +214,8 @@ def _pack_gradient(
         shares_RMC, seen_2RCD = walk.attend(query_nRMD[i], own_n2RGD[i], anchor)
         shares_RCM, d_out_RMD = shares_RMC.mT, d_out_nRMD[i]
         torch.bmm(shares_RCM[:, inside:], d_out_RMD, out=d_own_n2RGD[i, 1])
-        d_scores_RMC = torch.bmm(
-            d_out_RMD, seen_2RCD[1].mT, out=walk._view(walk.scores, shares_RMC.shape)
-        )
+        d_scores_RMC = walk.scratch[0][: shares_RMC.numel()].view(shares_RMC.shape)
+        torch.bmm(d_out_RMD, seen_2RCD[1].mT, out=d_scores_RMC)
         d_scores_RMC.sub_(mean_nRM1[i]).mul_(shares_RMC)
         torch.bmm(d_scores_RMC, seen_2RCD[0], out=d_query_nRMD[i])
         d_scores_RCM = d_scores_RMC.mT
