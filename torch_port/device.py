@@ -75,6 +75,23 @@ def kernels_for(device: torch.device) -> Kernels:
     return NPU if device.type == "npu" else PORTABLE
 
 
+def device_named(name: str) -> torch.device:
+    """Return the torch device a user's setting names, such as `cpu`, `cuda:1` or `npu:0`.
+
+    torch knows the name `npu` only after torch_npu has been imported.
+    Raises UserError for an NPU without torch_npu, and for a name that is no device.
+
+    >>> device_named("cpu")
+    device(type='cpu')
+    """
+    if name.split(":")[0] == "npu":
+        _torch_npu()
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"{name!r} names no device; expected cpu, cuda, npu or npu:0") from error
+
+
 @contextmanager
 def use_kernels(kernels: Kernels) -> Iterator[None]:
     """Use `kernels` on every device inside the block, in every thread.
@@ -404,8 +421,8 @@ class _NpuAdamW:
             if gradient is None:
                 continue
             given += 1
-            if first:
-                self._buffers[master] = gradient
+            if first:  # laid out like its master: the buffer is walked by storage, not by index
+                self._buffers[master] = torch.empty_like(master).copy_(gradient)
             elif master in self._buffers:
                 self._buffers[master].copy_(gradient)
             else:

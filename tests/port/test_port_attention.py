@@ -7,7 +7,8 @@ import torch
 from toys import G, S, batch, draft, target
 
 from torch_port.config import ObjectiveConfig
-from torch_port.models.attention import dense_mask, rotary_tables, rotate
+from torch_port.device import rotary
+from torch_port.models.attention import dense_mask, rotary_tables
 from torch_port.objective.evaluate import forward_batch, layout_blocks
 
 
@@ -63,7 +64,7 @@ def test_rotation_is_half_split() -> None:
         4 * math.cos(b) + 2 * math.sin(b),
     ]
     torch.testing.assert_close(
-        rotate(x, cos[1], sin[1]), torch.tensor(expected, dtype=torch.float64), rtol=1e-14, atol=0
+        rotary(x, cos[1], sin[1]), torch.tensor(expected, dtype=torch.float64), rtol=1e-14, atol=0
     )
 
 

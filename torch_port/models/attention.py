@@ -69,9 +69,3 @@ def rotary_tables(
     rate = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angle = torch.outer(position, rate).repeat(1, 2)
     return angle.cos().to(dtype).to(device), angle.sin().to(dtype).to(device)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (x_i, x_{i + D/2}) by the position's angle: x·cos + [−x₂ ; x₁]·sin."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin

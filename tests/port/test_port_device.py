@@ -1,0 +1,473 @@
+"""The NPU seam: each NPU branch, run on the CPU against an emulated torch_npu, equals its twin."""
+
+import math
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from emulated_npu import RefusedError, emulated_torch_npu
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from toys import KEPT, G, V, batch, draft, target
+
+import torch_port
+from torch_port import device
+from torch_port.compute import ComputeConfig
+from torch_port.config import ObjectiveConfig
+from torch_port.device import NPU, PORTABLE, Kernels, use_kernels
+from torch_port.errors import UserError
+from torch_port.models import blockwise
+from torch_port.models.dspark import DSparkDraft, FrozenTarget
+from torch_port.objective.evaluate import Outcome, batch_denominators, forward_batch
+from torch_port.objective.loss import Denominators
+from torch_port.training.optimizer import MasterAdamW, OptimizerConfig
+
+# float64: the twins differ in the order of sums of at most 64 products: about 1e-15 of the largest
+# magnitude. float32 likewise: 2⁻²³ = 1.2e-7 times a few; 2e-6 leaves room for exp.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6}
+
+
+@pytest.fixture
+def npu(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The emulation, allowing float64, with the override set to the NPU's kernels."""
+    module = emulated_torch_npu(float64=True)
+    monkeypatch.setitem(sys.modules, "torch_npu", module)
+    with use_kernels(NPU):
+        yield module
+
+
+def draws(*shapes: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def assert_near(actual: Tensor, expected: Tensor, relative: float) -> None:
+    """Within `relative` of the expected tensor's largest magnitude; dtypes agree."""
+    assert actual.dtype == expected.dtype
+    torch.testing.assert_close(
+        actual, expected, rtol=0, atol=relative * expected.abs().max().item()
+    )
+
+
+def with_gradients(function, inputs: list[Tensor]) -> list[Tensor]:
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out = function(*leaves)
+    weight = draws(tuple(out.shape), dtype=out.dtype, seed=9)[0]
+    return [out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)]
+
+
+# --- Norm, rotation, gated unit ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_pointwise_kernels_equal_their_twins(npu: ModuleType, dtype: torch.dtype) -> None:
+    """Faults: element 1 of npu_rms_norm's tuple (rstd), eps lost, cos and sin exchanged or sin
+    negated, gate and up exchanged or joined on another axis, the gradient not passed on."""
+    x, weight = draws((2, 3, 5, 8), (8,), dtype=dtype)
+    angle = draws((2, 1, 5, 4), dtype=dtype, seed=1)[0].repeat(1, 1, 1, 2)
+    gate, up = draws((2, 7, 6), (2, 7, 6), dtype=dtype, seed=2)
+    eps = 0.3  # against a mean square of about 1, so that losing it shows
+    cases = {
+        "npu_rms_norm": (lambda k: lambda x, w: k.rms_norm(x, w, eps), [x, weight]),
+        "npu_rotary_mul": (lambda k: lambda x: k.rotary(x, angle.cos(), angle.sin()), [x]),
+        "npu_swiglu": (lambda k: k.swiglu, [gate, up]),
+    }
+    for name, (build, inputs) in cases.items():
+        expected = with_gradients(build(PORTABLE), inputs)
+        actual = with_gradients(build(NPU), inputs)
+        for a, e in zip(actual, expected, strict=True):
+            assert_near(a, e, TOLERANCE[dtype])
+        assert npu.calls == [name]  # once, and the portable twin does not call it
+        npu.calls.clear()
+
+
+def test_pointwise_kernels_by_hand() -> None:
+    """Fault: both twins wrong alike. RMS of (3, 4) is √12.5; a quarter turn takes (1, 2 | 3, 4) to
+    (−3, −4 | 1, 2); silu(1)·2 = 2/(1 + e⁻¹)."""
+    one = torch.float64
+    norm = device.rms_norm(
+        torch.tensor([[3.0, 4.0]], dtype=one), torch.tensor([1.0, 10.0], dtype=one), 0.5
+    )
+    torch.testing.assert_close(
+        norm, torch.tensor([[3 / math.sqrt(13), 40 / math.sqrt(13)]], dtype=one), rtol=1e-15, atol=0
+    )
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 1, 4)
+    turned = device.rotary(x, torch.zeros(1, 1, 1, 4), torch.ones(1, 1, 1, 4))
+    assert turned.flatten().tolist() == [-3, -4, 1, 2]
+    gated = device.swiglu(torch.tensor([1.0], dtype=one), torch.tensor([2.0], dtype=one))
+    assert gated.item() == pytest.approx(2 / (1 + math.exp(-1)), rel=1e-15)
+
+
+@pytest.mark.parametrize("kernels", [PORTABLE, NPU])
+def test_norm_of_bf16_states_with_float32_weights(npu: ModuleType, kernels: Kernels) -> None:
+    """Faults: gamma of another dtype than x (refused by the NPU), or rounded to x's.
+
+    x/√(9 + eps) = 0.997. Times 1 + 2⁻⁹ that is 0.9989, in bf16 1; a weight rounded to bf16 is 1 and
+    the product 0.99609375, the nearest below.
+    """
+    x = torch.full((1, 4), 3.0, dtype=torch.bfloat16)
+    out = kernels.rms_norm(x, torch.full((4,), 1 + 2**-9), 9 / 0.997**2 - 9)
+    assert torch.equal(out, torch.ones(1, 4, dtype=torch.bfloat16))
+
+
+# --- Attention -----------------------------------------------------------------------------------
+
+A, R, Q, K, D = 6, 2, 8, 12, 4
+SCALE = 0.37  # not D^−½: a kernel that takes its own scale shows
+
+
+def attention_inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v, a gradient of the output, and a mask without symmetry that hides about half."""
+    q, k, v, grad = draws(
+        (1, A, Q, D), (1, R, K, D), (1, R, K, D), (1, A, Q, D), dtype=dtype, seed=3
+    )
+    hidden = torch.rand(Q, K, generator=torch.Generator().manual_seed(4)) < 0.5
+    hidden[torch.arange(Q), torch.arange(Q)] = False
+    return q, k, v, grad, hidden
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+    """Softmax over the visible keys, query by query, in Python floats."""
+    out = torch.zeros_like(q)
+    for head in range(A):
+        kv = head * R // A
+        for i in range(Q):
+            visible = [s for s in range(K) if not hidden[i, s]]
+            score = [SCALE * float(q[0, head, i] @ k[0, kv, s]) for s in visible]
+            weight = [math.exp(x) for x in score]
+            for w, s in zip(weight, visible, strict=True):
+                out[0, head, i] += w / sum(weight) * v[0, kv, s]
+    return out
+
+
+@pytest.mark.parametrize("kernels", [PORTABLE, NPU])
+def test_bool_additive_and_written_out_masks_agree(npu: ModuleType, kernels: Kernels) -> None:
+    """Field-note 31, 8 queries and 12 keys. Faults: the mask's polarity, head i reading kv head
+    i mod R, a scale of its own. float64 to 1e-12: see TOLERANCE."""
+    q, k, v, _, hidden = attention_inputs(torch.float64)
+    expected = written_out(q, k, v, hidden)
+    additive = torch.zeros(Q, K, dtype=torch.float64).masked_fill(hidden, -math.inf)
+    for mask in (~hidden, additive):  # torch's bool: True = visible
+        sdpa = F.scaled_dot_product_attention(q, k, v, mask, scale=SCALE, enable_gqa=True)
+        assert_near(sdpa, expected, 1e-12)
+    out, _ = kernels.attention_chunk(q, k, v, hidden, SCALE)
+    assert_near(out, expected, 1e-12)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("kernels", [PORTABLE, NPU])
+def test_attention_gradients_against_autograd(
+    npu: ModuleType, kernels: Kernels, dtype: torch.dtype
+) -> None:
+    """Faults: softmax_max and softmax_sum exchanged, a missing scale, dk and dv exchanged, kv
+    gradients not summed over their query heads; against torch's own attention in float64."""
+    q, k, v, grad, hidden = attention_inputs(dtype)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    expected = F.scaled_dot_product_attention(*leaves, ~hidden, scale=SCALE, enable_gqa=True)
+    gradients = torch.autograd.grad(expected, leaves, grad.double())
+    out, stats = kernels.attention_chunk(q, k, v, hidden, SCALE)
+    actual = kernels.attention_chunk_grad(q, k, v, hidden, SCALE, out, stats, grad)
+    for a, e in zip((out, *actual), (expected.detach(), *gradients), strict=True):
+        assert_near(a, e.to(dtype), TOLERANCE[dtype])
+    assert npu.calls == (
+        ["npu_fusion_attention", "npu_fusion_attention_grad"] if kernels is NPU else []
+    )
+
+
+@pytest.mark.parametrize("kernels", [PORTABLE, NPU])
+def test_attention_in_bf16(npu: ModuleType, kernels: Kernels) -> None:
+    """Fault: a softmax or its scores in bf16. Judged against float64 on the same bf16 inputs (§11).
+
+    Scores reach 30 here; rounded to bf16 they would be off by 0.06, probabilities by 6 %. The
+    output's own rounding is 2⁻⁹ = 0.2 %, a gradient's twice (O enters rounded): 1 % tells apart.
+    """
+    q, k, v, grad, hidden = attention_inputs(torch.bfloat16)
+    q = q * 16
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    expected = F.scaled_dot_product_attention(*leaves, ~hidden, scale=SCALE, enable_gqa=True)
+    gradients = torch.autograd.grad(expected, leaves, grad.double())
+    out, stats = kernels.attention_chunk(q, k, v, hidden, SCALE)
+    actual = kernels.attention_chunk_grad(q, k, v, hidden, SCALE, out, stats, grad)
+    assert (out.dtype, *(x.dtype for x in actual)) == (torch.bfloat16,) * 4
+    for a, e in zip((out, *actual), (expected.detach(), *gradients), strict=True):
+        assert_near(a.double(), e, 1e-2)
+
+
+@pytest.mark.parametrize("hides", [0, 3, K - 1])
+@pytest.mark.parametrize("kernels", [PORTABLE, NPU])
+def test_masks_that_hide_nothing_and_nearly_all(
+    npu: ModuleType, kernels: Kernels, hides: int
+) -> None:
+    """Field-note 32's masks. Fault: NaN, or mass on a hidden key whose score is 1e4 higher."""
+    q, k, v, grad, _ = attention_inputs(torch.float32)
+    hidden = torch.arange(K).expand(Q, K) >= K - hides
+    k = torch.where((torch.arange(K) >= K - hides)[:, None], k * 1e4, k)
+    out, stats = kernels.attention_chunk(q, k, v, hidden, SCALE)
+    dq, dk, dv = kernels.attention_chunk_grad(q, k, v, hidden, SCALE, out, stats, grad)
+    seen = K - hides
+    expected = F.scaled_dot_product_attention(
+        q, k[:, :, :seen], v[:, :, :seen], scale=SCALE, enable_gqa=True
+    )
+    assert_near(out, expected, TOLERANCE[torch.float32])
+    for gradient in (dk, dv):
+        assert torch.equal(gradient[:, :, seen:], torch.zeros_like(gradient[:, :, seen:]))
+    assert dq.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layout": "BSDN"}, "layout"),
+        ({"head_num": R}, "query's 6 heads"),
+        ({"mask": torch.zeros(1, 1, Q, K)}, "bool or uint8"),
+        ({"mask": torch.zeros(1, Q, K, dtype=torch.bool)}, "none of"),
+        ({"mask": torch.ones(1, 1, Q, K, dtype=torch.bool)}, "masked whole"),
+        ({"kv": 4}, "multiple of 4"),
+        ({"dtype": torch.float64}, "float64"),
+    ],
+)
+def test_the_emulation_refuses_what_the_documentation_does(changes: dict, message: str) -> None:
+    """Fault: an emulation that forgives, so that every test above passes whatever is wired."""
+    call = {"layout": "BNSD", "head_num": A, "kv": R, "dtype": torch.float32, "mask": None}
+    call |= changes
+    kv = call["kv"]
+    q, k, v = draws((1, A, Q, D), (1, kv, K, D), (1, kv, K, D), dtype=call["dtype"])
+    with pytest.raises(RefusedError, match=message):
+        emulated_torch_npu().npu_fusion_attention(
+            q, k, v, call["head_num"], call["layout"], atten_mask=call["mask"], sparse_mode=1
+        )
+
+
+# --- Optimizer -----------------------------------------------------------------------------------
+
+
+def trained(kernels: Kernels, dtype: torch.dtype) -> tuple[list[Tensor], MasterAdamW]:
+    """Five steps of three parameters, one of which never has a gradient."""
+    start = draws((3, 4), (5,), (2, 2), dtype=dtype, seed=5)
+    named = [
+        (name, nn.Parameter(x))
+        for name, x in zip(("a.weight", "b.bias", "unused.weight"), start, strict=True)
+    ]
+    settings = OptimizerConfig(peak_rate=0.05, warmup_steps=1, total_steps=9, weight_decay=0.1)
+    with use_kernels(kernels):
+        optimizer = MasterAdamW(named, settings)
+        for step in range(5):
+            for _, p in named[:2]:
+                p.grad = draws(tuple(p.shape), dtype=dtype, seed=20 + step)[0]
+            optimizer.apply(0.05 / (1 + step), optimizer.gradient_norm())
+    assert all(p.grad is None for _, p in named)
+    return [p.detach() for _, p in named], optimizer
+
+
+@pytest.mark.parametrize("dtype", [*TOLERANCE, torch.bfloat16])
+def test_optimizer_steps_equal(npu: ModuleType, dtype: torch.dtype) -> None:
+    """Faults: gradients assigned where NpuFusedAdamW reads the first step's storage, so that every
+    later step repeats step 1; the rate, betas, eps or decay not handed on."""
+    (actual, ours), (_, twin) = trained(NPU, dtype), trained(PORTABLE, dtype)
+    relative = TOLERANCE.get(dtype, 2e-6)  # bf16 parameters have float32 masters
+    for a, e in zip(ours.masters, twin.masters, strict=True):
+        assert_near(a.detach(), e.detach(), relative)
+    assert ours.moments().keys() == twin.moments().keys() == {"a.weight", "b.bias"}
+    for name, moments in twin.moments().items():
+        for a, e in zip(ours.moments()[name], moments, strict=True):
+            assert_near(a, e, relative)
+    for a, master in zip(actual, ours.masters, strict=True):
+        assert torch.equal(a, master.detach().to(dtype))
+    assert torch.equal(actual[2], draws((3, 4), (5,), (2, 2), dtype=dtype, seed=5)[2])
+
+
+@pytest.mark.parametrize(("then", "message"), [((0, 1), "first gradient"), ((), "no gradient")])
+def test_the_set_of_gradients_may_not_change(npu: ModuleType, then: tuple, message: str) -> None:
+    """Fault: a parameter without a gradient in the first step is never updated, silently, and one
+    without in a later step is updated by a stale one."""
+    ps = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
+    optimizer = MasterAdamW(
+        [("a.weight", ps[0]), ("b.weight", ps[1])],
+        OptimizerConfig(peak_rate=0.1, warmup_steps=1, total_steps=9),
+    )
+    ps[0].grad = torch.ones(2)
+    optimizer.apply(0.1, optimizer.gradient_norm())
+    before = ps[0].detach().clone()
+    for i in then:
+        ps[i].grad = torch.ones_like(ps[i])
+    with pytest.raises(UserError, match=message):
+        optimizer.apply(0.1, torch.tensor(1.0))
+    assert torch.equal(ps[0].detach(), before)
+
+
+# --- A whole draft -------------------------------------------------------------------------------
+
+
+def run(
+    dtype: torch.dtype, where: str = "cpu", compute: ComputeConfig | None = None, **changes
+) -> tuple[Outcome, DSparkDraft]:
+    """Forward and backward of the toy draft in a dtype on a device."""
+    model, b, frozen = draft(scale=3.0, **changes), batch().laid_out(G), target()
+    model.compute = compute or model.compute
+    model.to(where, dtype)
+    b = b.to(torch.device(where), dtype)
+    frozen = FrozenTarget(frozen.embed_tokens.to(where, dtype), frozen.lm_head.to(where, dtype))
+    if where == "meta":  # the map is read on the host once, before the first step, and needs values
+        model._kept_ids = torch.tensor(KEPT).to(where)
+        model._pruned_ids = torch.tensor([i for i in range(V) if i not in KEPT]).to(where)
+    objective = ObjectiveConfig(loss_decay_gamma=3.0)
+    den, ce_den = batch_denominators(model, b, objective)
+    outcome = forward_batch(model, b, frozen, objective, Denominators(den, ce_den))
+    assert outcome.loss is not None
+    torch.autograd.backward(outcome.loss)
+    return outcome, model
+
+
+PLAIN = ComputeConfig(objective="plain", attention="dense")
+WINDOW = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 3}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("changes", [{}, WINDOW])
+@pytest.mark.parametrize(
+    ("compute", "fused_calls"),
+    # Two layers; rows of 3 and 2 kept blocks, two blocks a call. Recomputing a layer calls again.
+    [(ComputeConfig(), 6), (ComputeConfig(recompute="layer"), 12), (PLAIN, 0)],
+)
+def test_a_whole_draft_on_the_npus_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    changes: dict,
+    compute: ComputeConfig,
+    fused_calls: int,
+) -> None:
+    """Faults: a model file that goes past the seam, shapes a kernel does not take, a gradient lost.
+
+    In float32 the emulation is the strict one, which refuses float64. Its tolerance is 25 times the
+    kernels': two layers and a loss follow one another.
+    """
+    expected, twin = run(dtype, compute=compute, **changes)
+    module = emulated_torch_npu(float64=dtype == torch.float64)
+    monkeypatch.setitem(sys.modules, "torch_npu", module)
+    monkeypatch.setattr(blockwise, "BLOCKS_PER_CALL", 2)
+    with use_kernels(NPU):
+        actual, model = run(dtype, compute=compute, **changes)
+    relative = 1e-12 if dtype == torch.float64 else 25 * TOLERANCE[dtype]
+    assert actual.loss is not None
+    assert expected.loss is not None
+    assert_near(actual.hidden.detach(), expected.hidden.detach(), relative)
+    assert_near(actual.loss.detach(), expected.loss.detach(), relative)
+    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None and q.grad is not None:
+            assert_near(p.grad, q.grad, relative)
+    times = 2 if compute.recompute == "layer" else 1
+    # Per layer: norms before attention and feed-forward, of q, of the context's and the block's own
+    # k; the last three are turned; one gated unit. Outside: the context's norm and the final one.
+    assert module.calls.count("npu_rms_norm") == 10 * times + 2
+    assert module.calls.count("npu_rotary_mul") == 6 * times
+    assert module.calls.count("npu_swiglu") == 2 * times
+    assert module.calls.count("npu_fusion_attention") == fused_calls
+    assert module.calls.count("npu_fusion_attention_grad") == fused_calls // times
+
+
+class Scan(TorchDispatchMode):
+    """Note every operator, and the dtype of every tensor on the "device"."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.operators: set[str] = set()
+        self.dtypes: dict[torch.dtype, set[str]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves((args, kwargs, result)):
+            if isinstance(x, Tensor) and x.device.type == self.where:
+                self.operators.add(str(func))
+                self.dtypes.setdefault(x.dtype, set()).add(str(func))
+        return result
+
+
+class Functions(TorchFunctionMode):
+    """Note the name of every torch function: a recurrent kernel is no operator on every device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names.add(getattr(func, "__name__", ""))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("compute", [ComputeConfig(), PLAIN])
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
+def test_what_reaches_the_device_in_one_step(head: str, compute: ComputeConfig) -> None:
+    """Field-notes 32, 33 and 34. Faults: a float64 table or scalar on the device; boolean indexing,
+    whose shape depends on data; a fused recurrent kernel; a sync in the middle of the step.
+
+    The device is torch's `meta`, which has no values: whatever needs one raises.
+    """
+    with Functions() as functions, Scan("meta") as scan:
+        _, model = run(torch.float32, "meta", compute, markov_head_type=head)
+        optimizer = MasterAdamW(
+            model.named_parameters(),
+            OptimizerConfig(peak_rate=0.1, warmup_steps=1, total_steps=9),
+        )
+        optimizer.apply(0.1, optimizer.gradient_norm())
+    assert torch.float64 not in scan.dtypes, scan.dtypes[torch.float64]
+    assert len(scan.dtypes[torch.float32]) > 40  # the scan saw the step
+    forbidden = "nonzero|masked_select|index.Tensor|index_put|_local_scalar|item"
+    assert not [name for name in scan.operators if re.search(forbidden, name)]
+    assert "sigmoid" in functions.names or head == "vanilla"
+    assert not [name for name in functions.names if re.search("gru|lstm|rnn", name)]
+
+
+# --- Selection -----------------------------------------------------------------------------------
+
+
+def test_kernels_follow_the_device_and_the_override() -> None:
+    """Faults: cuda sent to torch_npu; an override that outlives its block or an error in it."""
+
+    def chosen(kind: str) -> Kernels:
+        return device.kernels_for(SimpleNamespace(type=kind))  # type: ignore[arg-type]
+
+    assert [chosen(kind) for kind in ("cpu", "cuda", "npu")] == [PORTABLE, PORTABLE, NPU]
+    with use_kernels(NPU):
+        with use_kernels(PORTABLE):
+            assert chosen("npu") is PORTABLE
+        assert chosen("cpu") is NPU
+    with pytest.raises(ZeroDivisionError), use_kernels(NPU):
+        raise ZeroDivisionError
+    assert chosen("cpu") is PORTABLE
+
+
+@pytest.mark.parametrize("call", [lambda: device.device_named("npu:0"), lambda: NPU.swiglu(*PAIR)])
+def test_missing_torch_npu_names_the_extra(monkeypatch: pytest.MonkeyPatch, call) -> None:
+    """Fault: a ModuleNotFoundError, or torch's list of device types, for a missing extra."""
+    monkeypatch.setitem(sys.modules, "torch_npu", None)
+    with pytest.raises(UserError, match=re.escape('pip install -e ".[npu]"')):
+        call()
+
+
+PAIR = (torch.ones(2), torch.ones(2))
+
+
+def test_names_of_devices() -> None:
+    """Fault: an error that does not name what was expected."""
+    assert device.device_named("cpu") == torch.device("cpu")
+    with pytest.raises(UserError, match="expected cpu, cuda, npu"):
+        device.device_named("tpu-ish")
+
+
+def test_torch_npu_is_named_in_one_file() -> None:
+    """Fault: an operator called, or torch_npu imported, past the seam."""
+    root = Path(torch_port.__file__).parent
+    call = re.compile(r"(import|from) torch_npu|torch_npu\.\w|[\"']torch_npu|torch\.npu|ops\.npu")
+    naming = [file for file in root.rglob("*.py") if call.search(file.read_text("utf-8"))]
+    assert naming == [root / "device.py"]
+    assert (root / "device.py").read_text("utf-8").count('import_module("torch_npu")') == 1
+    assert "torch_npu" not in sys.modules  # importing the port does not ask for it
