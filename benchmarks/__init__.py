@@ -1,0 +1,1 @@
+"""Benchmarks of the training step: `python -m benchmarks.step --compare`. Not packaged."""
