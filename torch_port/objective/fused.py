@@ -189,7 +189,7 @@ class _Walk:
             for x, need in zip(inputs[1:], needs[1:], strict=True)
         )
         self.backward = any(needs)
-        self.rows = _rows(work.buffer_bytes, len(head), self.wide)
+        self.rows = _rows(work.buffer_bytes, len(head), self.wide, hidden.dtype)
         slots = min(self.rows[0], len(self.layout.slots_M))
         positions = min(self.rows[1], len(self.layout.positions_P))
         self.slot_buffers = [self._empty(slots) for _ in range(BUFFERS)]
@@ -319,7 +319,7 @@ class _Walk:
         if self.by_position:
             _add_rows(self.position_buffers[2], place_C, dz_CK)
         else:
-            self._chain_code(dz_CK, chunk)
+            self._chain_code(narrow_CK, chunk)
 
     def _chain_code(self, dz: Tensor, at: slice) -> None:
         if self.code is None or self.w2 is None:
@@ -331,12 +331,16 @@ class _Walk:
             _add_product(narrow.T, self.code[at], self.d_w2)
 
 
-def _rows(buffer_bytes: int, K: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Return how many slots and positions the K-wide buffers hold: two slots to a position."""
-    row_bytes = K * torch.finfo(dtype).bits // 8
-    rows = buffer_bytes // (BUFFERS * row_bytes)
+def _rows(buffer_bytes: int, K: int, wide: torch.dtype, narrow: torch.dtype) -> tuple[int, int]:
+    """Return how many slots and positions the K-wide buffers hold: two slots to a position.
+
+    A bf16 draft's logit gradient is rounded before its products: that copy counts along.
+    """
+    bits = BUFFERS * torch.finfo(wide).bits + (0 if narrow == wide else torch.finfo(narrow).bits)
+    row_bytes = K * bits // 8
+    rows = buffer_bytes // row_bytes
     if rows < 2:
-        need = 2 * BUFFERS * row_bytes / 2**20
+        need = 2 * row_bytes / 2**20
         raise UserError(
             f"objective_buffer_mib is {buffer_bytes / 2**20:.4g}, but one slot and its position "
             f"take {need:.4g} MiB at a draft vocabulary of {K}; raise it to {need:.4g} or more"
