@@ -126,8 +126,11 @@ def _chunk_terms(
 ) -> tuple[Tensor, ...]:
     M = chunk.evaluated
     e = draft.embed_previous(chunk.previous)
-    logits = _where_evaluated(M, _wide(draft.logits(chunk.hidden, e, head_KH)))
-    confidence = draft.confidence(chunk.hidden, e, objective.detach_confidence)
+    # The states as well as the logits: what is not finite there would reach the gradients of the
+    # heads' own weights, in a product with 0.
+    hidden = _where_evaluated(M, chunk.hidden)
+    logits = _where_evaluated(M, _wide(draft.logits(hidden, e, head_KH)))
+    confidence = draft.confidence(hidden, e, objective.detach_confidence)
     with torch.no_grad():
         # Never rounded to bf16: it would not fit its float32 normaliser, and the kept mass came out
         # up to 1.28.
