@@ -255,27 +255,31 @@ class _Chunked(torch.autograd.Function):
     ) -> Tensor:
         keys = (context_k, context_v, own_k, own_v)
         out_BAQD = _zeros_like_heads(q_BAQD)
-        stats = []
+        stats: list[Tensor] = []  # two of each call
         for call in _calls(layout, window):
             out_1AQD, statistics = attention_chunk(*call.inputs(q_BAQD, keys))
             out_BAQD[call.row].index_copy_(1, call.queries, out_1AQD[0])
-            stats.append(statistics)
-        ctx.save_for_backward(q_BAQD, *keys, out_BAQD)
-        ctx.layout, ctx.window, ctx.stats = layout, window, stats
+            stats.extend(statistics)
+        # Saved like the rest: as attributes they would outlive a layer that is computed again.
+        ctx.save_for_backward(q_BAQD, *keys, out_BAQD, *stats)
+        ctx.layout, ctx.window = layout, window
         return out_BAQD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BAQD: Tensor) -> tuple[Tensor | None, ...]:
-        q_BAQD, *keys, out_BAQD = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once: a layer that is computed again allows no second look
+        q_BAQD, *keys, out_BAQD = saved[:6]
+        stats = saved[6:]
         d_q = _zeros_like_heads(q_BAQD)
         wide = torch.promote_types(q_BAQD.dtype, torch.float32)
         d_keys = [torch.zeros_like(x, dtype=wide) for x in keys]
-        for call, stats in zip(_calls(ctx.layout, ctx.window), ctx.stats, strict=True):
+        pairs = zip(stats[::2], stats[1::2], strict=True)
+        for call, both in zip(_calls(ctx.layout, ctx.window), pairs, strict=True):
             row = slice(call.row, call.row + 1)
             out, grad = (x[row].index_select(2, call.queries) for x in (out_BAQD, grad_BAQD))
             inputs = call.inputs(q_BAQD, tuple(keys))
-            d_q_1AQD, *d_both = attention_chunk_grad(*inputs, out, stats, grad)
+            d_q_1AQD, *d_both = attention_chunk_grad(*inputs, out, both, grad)
             d_q[call.row].index_copy_(1, call.queries, d_q_1AQD[0])
             for context, own, d in zip(d_keys[:2], d_keys[2:], d_both, strict=True):
                 context[call.row, :, call.low : call.high] += d[0, :, : call.high - call.low]
