@@ -99,6 +99,9 @@ def _port_objective(
 ) -> Callable[[], Tensor]:
     blocks = layout_blocks(draft, batch)
     denominators = port.denominators_of(draft, batch)
+    # Derived once per map and held for the whole run, not by the step.
+    draft.draft_head(inputs.target.lm_head)
+    draft.pruned_target_ids()
 
     def run() -> Tensor:
         loss = port.objective_only(draft, hidden, blocks, batch, inputs.target, denominators)

@@ -7,15 +7,16 @@ alone, so the gradient with respect to the logits is known as soon as the logits
 
 What depends on the sequence position only (the teacher, the vanilla head's bias, and the sums for
 its gradient) is done once per covered position, not once per slot. Slots are walked in the order of
-their positions, which the host knows (`torch_port/layout.py`): a group of positions fills the
-position buffers, and the group's slots pass through the slot buffers a chunk at a time.
+their positions, which the host knows (`torch_port/layout.py`): the teacher is computed for a group
+of positions at a time, and the group's slots follow a chunk at a time.
 
 Shape suffixes: M evaluated slots, P covered positions, T all slots (B·N·G), C slots of a chunk,
-Q positions of a group, K draft ids, H hidden size, r Markov rank.
+E positions of a chunk, Q positions of a group, K draft ids, H hidden size, r Markov rank.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -28,8 +29,6 @@ from torch_port.errors import UserError
 from torch_port.layout import Layout
 from torch_port.objective.products import product
 from torch_port.objective.reductions import row_max
-
-BUFFERS = 3  # K-wide buffers for the slots of a chunk, and as many for the positions of a group
 
 
 @dataclass(frozen=True)
@@ -150,23 +149,71 @@ class _Said:
 
 
 @dataclass(frozen=True)
+class _Rows:
+    """How many K-wide rows each buffer has."""
+
+    slots: int  # of a chunk; two buffers
+    taught: int  # positions of a group, whose teacher is computed by one product
+    places: int  # positions of a chunk; two buffers, bias and sum
+
+    @classmethod
+    def within(cls, buffer_bytes: int, K: int, wide: torch.dtype, narrow: torch.dtype) -> _Rows:
+        """Share out `buffer_bytes`: as many positions taught as slots, half as many places.
+
+        A bf16 draft's logit gradient is rounded before its products: that copy counts along.
+        Raises UserError where one row of each does not fit.
+        """
+        row = K * torch.finfo(wide).bits // 8
+        copy = 0 if narrow == wide else K * torch.finfo(narrow).bits // 8
+        slots = buffer_bytes // (4 * row + copy)
+        need = (5 * row + copy) / 2**20
+        if slots == 0 or buffer_bytes < need * 2**20:
+            raise UserError(
+                f"objective_buffer_mib is {buffer_bytes / 2**20:.4g}, but one slot and its "
+                f"position take {need:.4g} MiB at a draft vocabulary of {K}; raise it to "
+                f"{need:.4g} or more"
+            )
+        return cls(slots, taught=slots, places=max(1, slots // 2))
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Consecutive slots, and the consecutive positions that they stand at."""
+
+    slots: slice
+    places: slice
+
+
+@dataclass(frozen=True)
 class _Group:
     """Consecutive covered positions, and the chunks that their slots are walked in."""
 
-    positions: slice
-    chunks: tuple[slice, ...]
+    taught: slice
+    chunks: tuple[_Chunk, ...]
 
 
-def _groups(layout: Layout, slot_rows: int, position_rows: int) -> Iterator[_Group]:
+def _groups(layout: Layout, rows: _Rows) -> Iterator[_Group]:
     """Cut the covered positions into groups, and each group's slots into chunks of like size."""
     last = len(layout.first_P) - 1
-    for start in range(0, last, position_rows):
-        end = min(start + position_rows, last)
-        first, beyond = layout.first_P[start], layout.first_P[end]
-        parts = -(-(beyond - first) // slot_rows)
-        size = -(-(beyond - first) // parts)
-        chunks = (slice(i, min(i + size, beyond)) for i in range(first, beyond, size))
-        yield _Group(slice(start, end), tuple(chunks))
+    for start in range(0, last, rows.taught):
+        end = min(start + rows.taught, last)
+        yield _Group(slice(start, end), tuple(_chunks(layout.first_P, start, end, rows)))
+
+
+def _chunks(first_P: tuple[int, ...], start: int, end: int, rows: _Rows) -> Iterator[_Chunk]:
+    """Cut the slots at positions start … end − 1; a position's slots may fall into two chunks."""
+    slot, place, beyond = first_P[start], start, first_P[end]
+    size = _share(beyond - slot, rows.slots)
+    while slot < beyond:
+        stop = min(slot + size, first_P[min(place + rows.places, end)])
+        last = bisect_left(first_P, stop) - 1  # the position of slot stop − 1
+        yield _Chunk(slice(slot, stop), slice(place, last + 1))
+        slot, place = stop, last if stop < first_P[last + 1] else last + 1
+
+
+def _share(total: int, most: int) -> int:
+    """Return the size of equal shares of `total`, none above `most`."""
+    return -(-total // -(-total // most))
 
 
 class _Walk:
@@ -189,18 +236,24 @@ class _Walk:
             for x, need in zip(inputs[1:], needs[1:], strict=True)
         )
         self.backward = any(needs)
-        self.rows = _rows(work.buffer_bytes, len(head), self.wide, hidden.dtype)
-        slots = min(self.rows[0], len(self.layout.slots_M))
-        positions = min(self.rows[1], len(self.layout.positions_P))
-        self.slot_buffers = [self._empty(slots) for _ in range(BUFFERS)]
-        self.position_buffers = [self._empty(positions) for _ in range(BUFFERS)]
+        self.rows = _Rows.within(work.buffer_bytes, len(head), self.wide, hidden.dtype)
+        slots = min(self.rows.slots, len(self.layout.slots_M))
+        positions = len(self.layout.positions_P)
+        taught, places = min(self.rows.taught, positions), min(self.rows.places, positions)
+        # The group's teacher logits pass through the chunks' buffers, which are one piece for it.
+        self.slot_rows = self._empty(max(2 * slots, taught))
+        self.taught_QK, self.bias_EK = self._empty(taught), self._empty(places)
+        self.sum_EK = self._empty(places) if self.by_position and self.backward else None
 
     def _empty(self, rows: int) -> Tensor:
         return torch.empty(rows, len(self.head), dtype=self.wide, device=self.head.device)
 
     def run(self) -> Tensor:
         """Walk all groups; return the rows of `SlotValues`, [8, M]."""
-        columns = [self._group(group) for group in _groups(self.layout, *self.rows)]
+        columns: list[Tensor] = []
+        for group in _groups(self.layout, self.rows):
+            said = self._teach(group.taught)
+            columns.extend(self._chunk(chunk, group.taught.start, said) for chunk in group.chunks)
         if not columns:
             return torch.empty(8, 0, dtype=self.wide, device=self.head.device)
         return torch.cat(columns, dim=1)
@@ -209,28 +262,15 @@ class _Walk:
         """Return the gradients of hidden, code, W2 and head; autograd casts what it must."""
         return self.d_hidden, self.d_code, self.d_w2, self.d_head
 
-    def _group(self, group: _Group) -> Tensor:
-        at = group.positions
-        teach_QK, bias_QK, sum_QK = (b[: at.stop - at.start] for b in self.position_buffers)
-        said = self._teach(at, teach_QK, sum_QK)
-        if self.by_position:
-            assert self.code is not None
-            assert self.w2 is not None
-            product(self.code[at], self.w2, bias_QK)
-            sum_QK.zero_()
-        columns = [self._chunk(chunk, at.start, said) for chunk in group.chunks]
-        if self.by_position and self.backward:
-            self._chain_code(sum_QK, at)
-        return torch.cat(columns, dim=1)
-
-    def _teach(self, at: slice, teach_QK: Tensor, spare_QK: Tensor) -> _Said:
-        """Fill `teach_QK` with p̃ at a group's positions."""
+    def _teach(self, at: slice) -> _Said:
+        """Fill `taught_QK` with p̃ at a group's positions."""
         teacher = self.teacher
+        taught_QK, spare_QK = (x[: at.stop - at.start] for x in (self.taught_QK, self.slot_rows))
         # Never rounded to bf16: it would not fit its float32 normaliser.
         product(teacher.states_PH[at], teacher.head_KH, spare_QK)
         top_Q, best_Q = row_max(spare_QK)
-        torch.softmax(spare_QK, -1, out=teach_QK)
-        share_Q = teach_QK.gather(-1, best_Q.unsqueeze(-1)).squeeze(-1)
+        torch.softmax(spare_QK, -1, out=taught_QK)
+        share_Q = taught_QK.gather(-1, best_Q.unsqueeze(-1)).squeeze(-1)
         inside_Q = top_Q - share_Q.log()  # logsumexp over the kept ids: max p̃ is exp(top − it)
         if teacher.normalizer_P is not None:
             mass_Q = (inside_Q - teacher.normalizer_P[at]).exp()
@@ -240,22 +280,23 @@ class _Walk:
             mass_Q = torch.ones_like(inside_Q)
         return _Said(mass_Q, mass_Q * share_Q, best_Q)
 
-    def _chunk(self, chunk: slice, start: int, said: _Said) -> Tensor:
-        n = chunk.stop - chunk.start
-        a_CK, q_CK, s_CK = (buffer[:n] for buffer in self.slot_buffers)
-        place_C = self.layout.place_M[chunk] - start
-        hidden_CH = self.hidden.index_select(0, self.layout.slots_M[chunk])
-        label_C, kept_C = self.slots.label_M[chunk], self.slots.kept_M[chunk]
-        self._logits(hidden_CH, chunk, place_C, a_CK, q_CK)
+    def _chunk(self, chunk: _Chunk, start: int, said: _Said) -> Tensor:
+        at, n = chunk.slots, chunk.slots.stop - chunk.slots.start
+        a_CK, q_CK = self.slot_rows[:n], self.slot_rows[n : 2 * n]
+        place_C = self.layout.place_M[at]
+        taught_C = place_C - start
+        hidden_CH = self.hidden.index_select(0, self.layout.slots_M[at])
+        label_C, kept_C = self.slots.label_M[at], self.slots.kept_M[at]
+        self._logits(hidden_CH, chunk, place_C - chunk.places.start, a_CK, q_CK)
         top_C, best_C = row_max(a_CK)
         chosen_C = a_CK.gather(-1, label_C.unsqueeze(-1)).squeeze(-1)
         torch.softmax(a_CK, -1, out=q_CK)
         draft_top_C = q_CK.gather(-1, best_C.unsqueeze(-1)).squeeze(-1)
-        mass_C = said.mass_Q.index_select(0, place_C)
-        l1_C, accept_C = self._compare(place_C, mass_C, a_CK, q_CK, s_CK)
+        mass_C = said.mass_Q.index_select(0, taught_C)
+        l1_C, accept_C = self._compare(taught_C, mass_C, a_CK, q_CK)
         if self.backward:
-            self._logit_gradient(chunk, a_CK, q_CK, s_CK)
-            self._chain(s_CK, hidden_CH, chunk, place_C)
+            self._logit_gradient(at, a_CK, q_CK)
+            self._chain(a_CK, hidden_CH, chunk, place_C - chunk.places.start)
         values = SlotValues(
             # From the logits and the maximum, never log q[label]: that underflows.
             ce=torch.where(kept_C, (top_C - chosen_C) - draft_top_C.log(), 0),
@@ -263,90 +304,82 @@ class _Walk:
             accept=accept_C,
             kept_mass=mass_C,
             correct=((best_C == label_C) & kept_C).to(self.wide),
-            agrees=(best_C == said.best_Q.index_select(0, place_C)).to(self.wide),
-            teacher_top=said.top_Q.index_select(0, place_C),
+            agrees=(best_C == said.best_Q.index_select(0, taught_C)).to(self.wide),
+            teacher_top=said.top_Q.index_select(0, taught_C),
             draft_top=draft_top_C,
         )
         return torch.stack(list(vars(values).values()))
 
     def _logits(
-        self, hidden_CH: Tensor, chunk: slice, place_C: Tensor, out_CK: Tensor, spare_CK: Tensor
+        self, hidden_CH: Tensor, chunk: _Chunk, place_C: Tensor, out_CK: Tensor, spare_CK: Tensor
     ) -> None:
         """z = h·Uᵀ + bias, neither of them rounded to bf16."""
-        if self.by_position:
-            torch.index_select(self.position_buffers[1], 0, place_C, out=out_CK)
-        elif self.code is not None and self.w2 is not None:
-            product(self.code[chunk], self.w2, out_CK)
-        else:
+        if self.code is None or self.w2 is None:
             product(hidden_CH, self.head, out_CK)
             return
+        if self.by_position:
+            bias_EK = self.bias_EK[: chunk.places.stop - chunk.places.start]
+            product(self.code[chunk.places], self.w2, bias_EK)
+            torch.index_select(bias_EK, 0, place_C, out=out_CK)
+        else:
+            product(self.code[chunk.slots], self.w2, out_CK)
         if self.hidden.dtype == self.head.dtype == self.wide:
             out_CK.addmm_(hidden_CH, self.head.T)
         else:
             out_CK.add_(product(hidden_CH, self.head, spare_CK))
 
     def _compare(
-        self, place_C: Tensor, mass_C: Tensor, a_CK: Tensor, q_CK: Tensor, s_CK: Tensor
+        self, taught_C: Tensor, mass_C: Tensor, a_CK: Tensor, q_CK: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return (Σ|q − p̃|, α); leave sign(q − p̃) in `s_CK`. `a_CK` is used up."""
-        torch.index_select(self.position_buffers[0], 0, place_C, out=a_CK)
+        """Return (Σ|q − p̃|, α); leave q − p̃ in `a_CK`."""
+        torch.index_select(self.taught_QK, 0, taught_C, out=a_CK)
         prunes = self.teacher.normalizer_P is not None or self.teacher.pruned_P is not None
         if prunes:  # the true p is p̃ times the kept mass
-            torch.mul(a_CK, mass_C.unsqueeze(-1), out=s_CK)
-            overlap_C = torch.minimum(s_CK, q_CK, out=s_CK).sum(-1)
+            overlap_CK = torch.minimum(a_CK.mul_(mass_C.unsqueeze(-1)), q_CK, out=a_CK)
+            overlap_C = overlap_CK.sum(-1)
+            torch.index_select(self.taught_QK, 0, taught_C, out=a_CK)
         torch.sub(q_CK, a_CK, out=a_CK)
-        torch.sign(a_CK, out=s_CK)
-        l1_C = a_CK.abs_().sum(-1)  # not vector_norm(·, 1): it loses 1e-5 at K = 16k
+        # The bias has served. Not vector_norm(·, 1): it loses 1e-5 at K = 16k, and is slower.
+        spare_EK = self.bias_EK
+        parts = a_CK.split(len(spare_EK))
+        l1_C = torch.cat([torch.abs(d, out=spare_EK[: len(d)]).sum(-1) for d in parts])
         if not prunes:
             overlap_C = 1 - 0.5 * l1_C
         return l1_C, overlap_C.clamp(0, 1)
 
-    def _logit_gradient(self, chunk: slice, a_CK: Tensor, q_CK: Tensor, s_CK: Tensor) -> None:
-        """Turn sign(q − p̃) in `s_CK` into the loss's gradient with respect to the logits."""
-        ce_C1 = self.slots.ce_factor_M[chunk].unsqueeze(-1)
-        l1_C1 = self.slots.l1_factor_M[chunk].unsqueeze(-1)
-        mean_C1 = torch.mul(q_CK, s_CK, out=a_CK).sum(-1, keepdim=True)
-        s_CK.mul_(l1_C1).add_(ce_C1 - l1_C1 * mean_C1).mul_(q_CK)
-        s_CK.scatter_add_(1, self.slots.label_M[chunk].unsqueeze(-1), -ce_C1)
+    def _logit_gradient(self, at: slice, a_CK: Tensor, q_CK: Tensor) -> None:
+        """Turn q − p̃ in `a_CK` into the loss's gradient with respect to the logits.
 
-    def _chain(self, dz_CK: Tensor, hidden_CH: Tensor, chunk: slice, place_C: Tensor) -> None:
+        l1_factor·q⊙(s − Σ q⊙s) + ce_factor·(q − onehot). `q_CK` is used up.
+        """
+        ce_C1 = self.slots.ce_factor_M[at].unsqueeze(-1)
+        l1_C1 = self.slots.l1_factor_M[at].unsqueeze(-1)
+        mean_C1 = a_CK.sign_().mul_(q_CK).sum(-1, keepdim=True)
+        a_CK.mul_(l1_C1).add_(q_CK.mul_(ce_C1 - l1_C1 * mean_C1))
+        a_CK.scatter_add_(1, self.slots.label_M[at].unsqueeze(-1), -ce_C1)
+
+    def _chain(self, dz_CK: Tensor, hidden_CH: Tensor, chunk: _Chunk, place_C: Tensor) -> None:
         """Carry a chunk's logit gradient on to hidden states, head and Markov code."""
         narrow_CK = dz_CK.to(self.hidden.dtype)
         if self.d_hidden is not None:
-            self.d_hidden.index_copy_(0, self.layout.slots_M[chunk], narrow_CK @ self.head)
+            slots_C = self.layout.slots_M[chunk.slots]
+            self.d_hidden.index_copy_(0, slots_C, narrow_CK @ self.head)
         if self.d_head is not None:
             _add_product(narrow_CK.T, hidden_CH, self.d_head)
-        if self.by_position:
-            _add_rows(self.position_buffers[2], place_C, dz_CK)
-        else:
-            self._chain_code(narrow_CK, chunk)
+        if self.sum_EK is None:
+            self._chain_code(narrow_CK, chunk.slots)
+            return
+        sum_EK = self.sum_EK[: chunk.places.stop - chunk.places.start].zero_()
+        _add_rows(sum_EK, place_C, dz_CK)
+        self._chain_code(sum_EK.to(self.hidden.dtype), chunk.places)
 
     def _chain_code(self, dz: Tensor, at: slice) -> None:
         if self.code is None or self.w2 is None:
             return
-        narrow = dz.to(self.hidden.dtype)
         if self.d_code is not None:
-            self.d_code[at] += narrow @ self.w2
+            self.d_code[at] += dz @ self.w2
         if self.d_w2 is not None:
-            _add_product(narrow.T, self.code[at], self.d_w2)
-
-
-def _rows(buffer_bytes: int, K: int, wide: torch.dtype, narrow: torch.dtype) -> tuple[int, int]:
-    """Return how many slots and positions the K-wide buffers hold: two slots to a position.
-
-    A bf16 draft's logit gradient is rounded before its products: that copy counts along.
-    """
-    bits = BUFFERS * torch.finfo(wide).bits + (0 if narrow == wide else torch.finfo(narrow).bits)
-    row_bytes = K * bits // 8
-    rows = buffer_bytes // row_bytes
-    if rows < 2:
-        need = 2 * row_bytes / 2**20
-        raise UserError(
-            f"objective_buffer_mib is {buffer_bytes / 2**20:.4g}, but one slot and its position "
-            f"take {need:.4g} MiB at a draft vocabulary of {K}; raise it to {need:.4g} or more"
-        )
-    positions = max(1, rows // 3)
-    return rows - positions, positions
+            _add_product(dz.T, self.code[at], self.d_w2)
 
 
 def _add_product(a: Tensor, b: Tensor, out: Tensor) -> None:
