@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ class Case:
     expect: dict[str, Any]
     tensors: dict[str, Array]
     extra: dict[str, Any]
+    # How the port computes, as settings of its ComputeConfig; said by who runs the case.
+    compute: Mapping[str, Any] = field(default_factory=dict)
 
     def group(self, prefix: str) -> dict[str, Array]:
         """Return the tensors under `prefix/`, without the prefix."""

@@ -48,6 +48,13 @@ class Objective(enum.StrEnum):
     fused = "fused"
 
 
+class Attention(enum.StrEnum):
+    """Which form of the port's attention to run."""
+
+    dense = "dense"
+    blockwise = "blockwise"
+
+
 @app.callback()
 def _root() -> None:
     """Cross-check jaxdraft (the specification) and torch_port (the production port)."""
@@ -62,7 +69,10 @@ def vectors(
     dtype: Annotated[Dtype, typer.Option(help="Type to compute in.")] = Dtype.float64,
     objective: Annotated[
         Objective, typer.Option(help="The port's objective; the spec has only one.")
-    ] = Objective.plain,
+    ] = Objective.fused,
+    attention: Annotated[
+        Attention, typer.Option(help="The port's attention; the spec has only one.")
+    ] = Attention.blockwise,
 ) -> None:
     """Replay conformance vectors: loss, metrics and every gradient against stored answers.
 
@@ -71,11 +81,10 @@ def vectors(
     Example: parity vectors tests/vectors --side spec --dtype float32
     """
     chosen = ["port", "spec"] if side is Side.both else [side.value]
-    if objective is Objective.fused:
-        _stop("--objective fused is not built yet; use --objective plain")
     _need_jax(chosen)
     try:
-        failed = run_vectors(directory, chosen, dtype.value, console)
+        compute = {"objective": objective.value, "attention": attention.value}
+        failed = run_vectors(directory, chosen, dtype.value, console, compute)
     except CaseError as error:
         _stop(str(error))
     raise typer.Exit(1 if failed else 0)

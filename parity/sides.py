@@ -34,7 +34,7 @@ class Answer:
 
 
 def run_port(case: Case, dtype: str, answer: Callable[[Case, str], Answer] | None = None) -> Answer:
-    """Answer a case with `torch_port`, plain objective, in "float64" or "float32".
+    """Answer a case with `torch_port`, computed as `case.compute` says, in "float64" or "float32".
 
     `answer` does the work (by default one batch: loss, metrics, gradients); what it raises becomes
     the answer's error.
@@ -95,10 +95,11 @@ def port_draft(case: Case, dtype: str) -> tuple[Any, Any]:
     """Build the port's (draft, frozen target) of a case."""
     import torch
 
+    from torch_port.compute import ComputeConfig
     from torch_port.config import DraftConfig
     from torch_port.models.dspark import DSparkDraft, FrozenTarget
 
-    draft = DSparkDraft(DraftConfig.from_hf(case.config))
+    draft = DSparkDraft(DraftConfig.from_hf(case.config), ComputeConfig(**case.compute))
     weights = {name: torch.from_numpy(value) for name, value in case.group("weights").items()}
     draft.load_state_dict(weights)
     draft.to(getattr(torch, dtype))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -38,10 +40,12 @@ class CaseResult:
         )
 
 
-def run_case(path: Path, chosen: list[str], dtype: str) -> CaseResult:
-    """Run one case directory on the chosen sides."""
+def run_case(
+    path: Path, chosen: list[str], dtype: str, compute: Mapping[str, Any] | None = None
+) -> CaseResult:
+    """Run one case directory on the chosen sides; `compute` says how the port computes."""
     try:
-        case: Case = read_case(path)
+        case: Case = replace(read_case(path), compute=compute or {})
     except CaseError as error:
         return CaseResult(path.name, {}, 0.0, unreadable=str(error))
     comparisons = {
@@ -70,7 +74,13 @@ def case_tolerance(case: Case, dtype: str) -> float:
     return PARAMETER_TOLERANCE[dtype] if "optimizer" in case.extra else TOLERANCE[dtype]
 
 
-def run_vectors(directory: Path, chosen: list[str], dtype: str, console: Console) -> int:
+def run_vectors(
+    directory: Path,
+    chosen: list[str],
+    dtype: str,
+    console: Console,
+    compute: Mapping[str, Any] | None = None,
+) -> int:
     """Run every case below `directory`, a line each; return the number of failed cases.
 
     Raises CaseError when there is no case at all.
@@ -85,7 +95,7 @@ def run_vectors(directory: Path, chosen: list[str], dtype: str, console: Console
     )
     failed = 0
     for path in paths:
-        result = run_case(path, chosen, dtype)
+        result = run_case(path, chosen, dtype, compute)
         failed += not result.passes
         console.print(_line(result), soft_wrap=True, highlight=False, markup=False)
     console.print(f"{len(paths) - failed} passed, {failed} failed", highlight=False)

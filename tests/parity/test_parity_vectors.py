@@ -111,11 +111,26 @@ def test_wrong_usage(tmp_path: Path) -> None:
     nothing = parity("vectors", tmp_path)
     assert nothing.returncode == 2
     assert "no case found" in nothing.stderr
-    fused = parity("vectors", OWN, "--objective", "fused")
-    assert fused.returncode == 2
-    assert "--objective fused is not built yet" in fused.stderr
     with pytest.raises(CaseError, match="no case found"):
         list_cases(tmp_path)
+
+
+def test_the_chosen_form_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: `compute` read by nobody, so that the plain forms are never checked."""
+    import torch_port.models.backbone as backbone
+    import torch_port.objective.evaluate as evaluate
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("this form ran")
+
+    path, plain = OWN / "pruned-vanilla", {"objective": "plain", "attention": "dense"}
+    monkeypatch.setattr(evaluate, "fused_objective", broken)
+    assert "this form ran" in run_case(path, ["port"], "float64").comparisons["port"].problem
+    assert run_case(path, ["port"], "float64", plain).passes
+    monkeypatch.undo()
+    monkeypatch.setattr(backbone, "blockwise_attention", broken)
+    assert "this form ran" in run_case(path, ["port"], "float64").comparisons["port"].problem
+    assert run_case(path, ["port"], "float64", plain).passes
 
 
 def test_relative_error_by_hand() -> None:

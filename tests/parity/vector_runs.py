@@ -13,12 +13,17 @@ NOT_BUILT_IN_PORT = {
 }
 
 
-def failures(directories: list[Path], side: str, dtype: str) -> list[tuple[str, object]]:
+PLAIN = {"objective": "plain", "attention": "dense"}
+
+
+def failures(
+    directories: list[Path], side: str, dtype: str, compute: dict[str, str] | None = None
+) -> list[tuple[str, object]]:
     """Every case that fails; one that is not built in the port must say that it is not."""
     failed = []
     for directory in directories:
         for path in list_cases(directory):
-            result = run_case(path, [side], dtype)
+            result = run_case(path, [side], dtype, compute)
             if side == "port" and path.parent == OWN and path.name in NOT_BUILT_IN_PORT:
                 assert result.comparisons["port"].problem.startswith("not built"), path.name
             elif not result.passes:
