@@ -17,7 +17,7 @@ from torch_port.config import DraftConfig
 from torch_port.errors import UserError
 from torch_port.layout import Layout
 from torch_port.models.backbone import Backbone, RMSNorm
-from torch_port.models.heads import MARKOV_HEADS, ConfidenceHead
+from torch_port.models.heads import MARKOV_HEADS, ConfidenceHead, wide
 from torch_port.vocabulary.mapping import DraftVocabMappingMixin
 
 
@@ -121,8 +121,12 @@ class DSparkDraft(DraftVocabMappingMixin, Backbone):
             self.lm_head.weight.copy_(self.draft_head(lm_head_VH))
 
     def logits(self, hidden: Tensor, e: Tensor | None, draft_head_KH: Tensor) -> Tensor:
-        """Return z = h·U_Kᵀ + Markov bias, […, G, K] (Eq. 5)."""
-        base = hidden @ draft_head_KH.T
+        """Return z = h·U_Kᵀ + Markov bias, […, G, K], in float32 or better (Eq. 5).
+
+        Widened before the product: logits rounded to bf16 moved the gradient of h by as much as
+        its own size, once a draft was close to its teacher (docs/precision.md).
+        """
+        base = wide(hidden) @ wide(draft_head_KH).T
         if self.markov_head is None or e is None:
             return base
         return base + self.markov_head.bias(hidden, e)

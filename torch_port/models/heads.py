@@ -16,6 +16,11 @@ from torch.nn import functional as F
 from torch_port.config import DraftConfig
 
 
+def wide(values: Tensor) -> Tensor:
+    """Return values in float32 or better, the dtype of logits and of all that follows (§11)."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
 def lookup(table: Tensor, index: Tensor) -> Tensor:
     """Return table[index], […, r]; a row's gradients are summed in float32 or better.
 
@@ -36,9 +41,9 @@ class _Lookup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
-        wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
         # Left wide: autograd casts it to the dtype in which the table's gradient is kept.
-        return torch.ops.aten.embedding_dense_backward(wide, index, ctx.rows, -1, False), None
+        summed = torch.ops.aten.embedding_dense_backward(wide(grad), index, ctx.rows, -1, False)
+        return summed, None
 
 
 class TokenEmbedding(nn.Embedding):
@@ -70,8 +75,8 @@ class MarkovHead(nn.Module):
         return e
 
     def bias(self, hidden: Tensor, e: Tensor) -> Tensor:
-        """Return the logit bias, […, G, K]."""
-        return self.markov_w2(self.code(hidden, e))
+        """Return the logit bias, […, G, K], in float32 or better."""
+        return F.linear(wide(self.code(hidden, e)), wide(self.markov_w2.weight))
 
 
 class GatedMarkovHead(MarkovHead):

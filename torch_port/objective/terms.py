@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_port.blocks import Blocks
 from torch_port.config import ObjectiveConfig
 from torch_port.models.dspark import DSparkDraft, FrozenTarget
+from torch_port.models.heads import wide
 from torch_port.objective.products import product
 from torch_port.objective.teacher import log_normalizer
 
@@ -129,7 +130,7 @@ def _chunk_terms(
     # The states as well as the logits: what is not finite there would reach the gradients of the
     # heads' own weights, in a product with 0.
     hidden = _where_evaluated(M, chunk.hidden)
-    logits = _where_evaluated(M, _wide(draft.logits(hidden, e, head_KH)))
+    logits = _where_evaluated(M, draft.logits(hidden, e, head_KH))
     confidence = draft.confidence(hidden, e, objective.detach_confidence)
     with torch.no_grad():
         # Never rounded to bf16: it would not fit its float32 normaliser, and the kept mass came out
@@ -154,7 +155,7 @@ def _chunk_terms(
     if confidence is None:
         confidence_loss, probability, error = zero, zero, zero
     else:
-        confidence = _where_evaluated(M, _wide(confidence))
+        confidence = _where_evaluated(M, wide(confidence))
         confidence_loss = F.binary_cross_entropy_with_logits(confidence, accept, reduction="none")
         probability = confidence.detach().sigmoid()
         error = (probability - accept).abs()
@@ -172,11 +173,6 @@ def _chunk_terms(
         draft_top=q.detach().amax(-1),
     )
     return tuple(torch.where(M, getattr(values, f.name), 0) for f in fields(values))
-
-
-def _wide(values: Tensor) -> Tensor:
-    """Softmax, logsumexp and reductions run in float32 or better (§11)."""
-    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _where_evaluated(evaluated: Tensor, values: Tensor) -> Tensor:
