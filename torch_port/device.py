@@ -258,7 +258,10 @@ class _PortableAdamW:
     def __init__(
         self, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float
     ) -> None:
-        self._adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, foreach=True)
+        self._adamw = self._optimizer(groups, lr=0.0, betas=betas, eps=eps)
+
+    def _optimizer(self, *groups: Any, **settings: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(*groups, **settings, foreach=True)
 
     @property
     def state(self) -> Any:
@@ -318,11 +321,8 @@ def _npu_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return _torch_npu().npu_swiglu(torch.cat([gate, up], dim=-1))
 
 
-def _npu_mask(hidden_QK: Tensor) -> Tensor:
-    """[docs] atten_mask: bool or uint8, BNSS, B1SS, 11SS or SS; "True: does not take part"."""
-    return hidden_QK[None, None]
-
-
+# [docs] atten_mask: bool or uint8, BNSS, B1SS, 11SS or SS; "True: does not take part in the
+# computation", which is this module's polarity.
 # [docs] sparse_mode 1, "allMask": the whole mask is given and pre_tockens and next_tockens (the
 # wheel's spelling) are ignored; in mode 0 they would have to agree with the mask. keep_prob is 1 by
 # default: no dropout, so seed, offset and numels (outputs 5 to 7) have nothing to say.
@@ -345,7 +345,7 @@ def _npu_attention_chunk(
         v_1RKD,
         q_1AQD.shape[1],
         "BNSD",
-        atten_mask=_npu_mask(hidden_QK),
+        atten_mask=hidden_QK[None, None],
         scale=scale,
         sparse_mode=ALL_MASK,
     )
@@ -377,7 +377,7 @@ def _npu_attention_chunk_grad(
         grad_out_1AQD,
         q_1AQD.shape[1],
         "BNSD",
-        atten_mask=_npu_mask(hidden_QK),
+        atten_mask=hidden_QK[None, None],
         softmax_max=softmax_max,
         softmax_sum=softmax_sum,
         attention_in=out_1AQD,
@@ -393,7 +393,7 @@ FIXED = (
 )
 
 
-class _NpuAdamW:
+class _NpuAdamW(_PortableAdamW):
     """NpuFusedAdamW, which sees its gradients' storage once.
 
     [optim] Its first step copies parameters and gradients into one buffer each, makes them views of
@@ -404,15 +404,9 @@ class _NpuAdamW:
     State must be loaded before the first step: moments are moved into a buffer as well.
     """
 
-    def __init__(
-        self, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float
-    ) -> None:
-        self._adamw = _torch_npu().optim.NpuFusedAdamW(groups, lr=0.0, betas=betas, eps=eps)
+    def _optimizer(self, *groups: Any, **settings: Any) -> torch.optim.Optimizer:
         self._buffers: dict[Tensor, Tensor] = {}
-
-    @property
-    def state(self) -> Any:
-        return self._adamw.state
+        return _torch_npu().optim.NpuFusedAdamW(*groups, **settings)
 
     @torch.no_grad()
     def step(self, rate: float, gradients: Iterable[tuple[Tensor, Tensor | None]]) -> None:
@@ -429,13 +423,8 @@ class _NpuAdamW:
                 raise UserError(f"a parameter {list(master.shape)} has its first gradient; {FIXED}")
         if given < len(self._buffers):
             raise UserError(f"{len(self._buffers) - given} parameters have no gradient; {FIXED}")
-        for master, buffer in self._buffers.items():
-            master.grad = buffer
-        for group in self._adamw.param_groups:
-            group["lr"] = rate
-        self._adamw.step()
-        for master in self._buffers:
-            master.grad = None
+        if given:  # a first step without any gradient would fix the empty set
+            super().step(rate, self._buffers.items())
 
 
 PORTABLE = Kernels(

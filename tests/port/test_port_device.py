@@ -10,11 +10,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from emulated_npu import RefusedError, emulated_torch_npu
+from scan import Functions, Scan
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from toys import KEPT, G, V, batch, draft, target
 
 import torch_port
@@ -29,6 +27,7 @@ from torch_port.objective.evaluate import Outcome, batch_denominators, forward_b
 from torch_port.objective.loss import Denominators
 from torch_port.training.optimizer import MasterAdamW, OptimizerConfig
 
+ONES = torch.ones(2)
 # float64: the twins differ in the order of sums of at most 64 products: about 1e-15 of the largest
 # magnitude. float32 likewise: 2⁻²³ = 1.2e-7 times a few; 2e-6 leaves room for exp.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6}
@@ -89,8 +88,8 @@ def test_pointwise_kernels_equal_their_twins(npu: ModuleType, dtype: torch.dtype
 
 
 def test_pointwise_kernels_by_hand() -> None:
-    """Fault: both twins wrong alike. RMS of (3, 4) is √12.5; a quarter turn takes (1, 2 | 3, 4) to
-    (−3, −4 | 1, 2); silu(1)·2 = 2/(1 + e⁻¹)."""
+    """Fault: both twins wrong alike. RMS of (3, 4) is √12.5; silu(1)·2 = 2/(1 + e⁻¹). The
+    rotation by hand is in test_port_attention.py."""
     one = torch.float64
     norm = device.rms_norm(
         torch.tensor([[3.0, 4.0]], dtype=one), torch.tensor([1.0, 10.0], dtype=one), 0.5
@@ -98,9 +97,6 @@ def test_pointwise_kernels_by_hand() -> None:
     torch.testing.assert_close(
         norm, torch.tensor([[3 / math.sqrt(13), 40 / math.sqrt(13)]], dtype=one), rtol=1e-15, atol=0
     )
-    x = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 1, 4)
-    turned = device.rotary(x, torch.zeros(1, 1, 1, 4), torch.ones(1, 1, 1, 4))
-    assert turned.flatten().tolist() == [-3, -4, 1, 2]
     gated = device.swiglu(torch.tensor([1.0], dtype=one), torch.tensor([2.0], dtype=one))
     assert gated.item() == pytest.approx(2 / (1 + math.exp(-1)), rel=1e-15)
 
@@ -302,6 +298,18 @@ def test_the_set_of_gradients_may_not_change(npu: ModuleType, then: tuple, messa
     assert torch.equal(ps[0].detach(), before)
 
 
+def test_a_first_step_without_any_gradient(npu: ModuleType) -> None:
+    """Fault: NpuFusedAdamW fixes the empty set, and nothing ever learns. Adam's first update is
+    the rate, against the gradient's sign (to 1e-7: ε and float32)."""
+    p = nn.Parameter(torch.ones(2))
+    optimizer = device.fused_adamw([{"params": [p]}], (0.9, 0.95), 1e-8, p.device)
+    optimizer.step(0.5, [(p, None)])
+    optimizer.step(0.5, [(p, torch.tensor([2.0, -3.0]))])
+    decay = 1 - 0.5 * 1e-2  # torch's default weight decay, and the NPU's
+    expected = torch.tensor([decay - 0.5, decay + 0.5])
+    torch.testing.assert_close(p.detach(), expected, rtol=1e-6, atol=0)
+
+
 # --- A whole draft -------------------------------------------------------------------------------
 
 
@@ -373,36 +381,6 @@ def test_a_whole_draft_on_the_npus_kernels(
     assert module.calls.count("npu_fusion_attention_grad") == fused_calls // times
 
 
-class Scan(TorchDispatchMode):
-    """Note every operator, and the dtype of every tensor on the "device"."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        self.where = where
-        self.operators: set[str] = set()
-        self.dtypes: dict[torch.dtype, set[str]] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for x in tree_leaves((args, kwargs, result)):
-            if isinstance(x, Tensor) and x.device.type == self.where:
-                self.operators.add(str(func))
-                self.dtypes.setdefault(x.dtype, set()).add(str(func))
-        return result
-
-
-class Functions(TorchFunctionMode):
-    """Note the name of every torch function: a recurrent kernel is no operator on every device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.names.add(getattr(func, "__name__", ""))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("compute", [ComputeConfig(), PLAIN])
 @pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
 def test_what_reaches_the_device_in_one_step(head: str, compute: ComputeConfig) -> None:
@@ -445,7 +423,9 @@ def test_kernels_follow_the_device_and_the_override() -> None:
     assert chosen("cpu") is PORTABLE
 
 
-@pytest.mark.parametrize("call", [lambda: device.device_named("npu:0"), lambda: NPU.swiglu(*PAIR)])
+@pytest.mark.parametrize(
+    "call", [lambda: device.device_named("npu:0"), lambda: NPU.swiglu(ONES, ONES)]
+)
 def test_missing_torch_npu_names_the_extra(monkeypatch: pytest.MonkeyPatch, call) -> None:
     """Fault: a ModuleNotFoundError, or torch's list of device types, for a missing extra."""
     monkeypatch.setitem(sys.modules, "torch_npu", None)
@@ -453,12 +433,8 @@ def test_missing_torch_npu_names_the_extra(monkeypatch: pytest.MonkeyPatch, call
         call()
 
 
-PAIR = (torch.ones(2), torch.ones(2))
-
-
-def test_names_of_devices() -> None:
+def test_a_name_that_is_no_device() -> None:
     """Fault: an error that does not name what was expected."""
-    assert device.device_named("cpu") == torch.device("cpu")
     with pytest.raises(UserError, match="expected cpu, cuda, npu"):
         device.device_named("tpu-ish")
 
