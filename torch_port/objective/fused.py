@@ -16,6 +16,7 @@ E positions of a chunk, Q positions of a group, K draft ids, H hidden size, r Ma
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -166,12 +167,12 @@ class _Rows:
         row = K * torch.finfo(wide).bits // 8
         copy = 0 if narrow == wide else K * torch.finfo(narrow).bits // 8
         slots = buffer_bytes // (4 * row + copy)
-        need = (5 * row + copy) / 2**20
-        if slots == 0 or buffer_bytes < need * 2**20:
+        need = 5 * row + copy
+        if buffer_bytes < need:
+            mib = math.ceil(need / 2**20 * 1e4) / 1e4  # up: the remedy has to be enough
             raise UserError(
-                f"objective_buffer_mib is {buffer_bytes / 2**20:.4g}, but one slot and its "
-                f"position take {need:.4g} MiB at a draft vocabulary of {K}; raise it to "
-                f"{need:.4g} or more"
+                f"objective_buffer_mib is {buffer_bytes / 2**20:.6g}, but one slot and its "
+                f"position take {mib} MiB at a draft vocabulary of {K}; raise it to {mib} or more"
             )
         return cls(slots, taught=slots, places=max(1, slots // 2))
 
@@ -369,6 +370,7 @@ class _Walk:
         if self.sum_EK is None:
             self._chain_code(narrow_CK, chunk.slots)
             return
+        del narrow_CK  # one such copy at a time is what `_Rows` counts
         sum_EK = self.sum_EK[: chunk.places.stop - chunk.places.start].zero_()
         _add_rows(sum_EK, place_C, dz_CK)
         self._chain_code(sum_EK.to(self.hidden.dtype), chunk.places)
