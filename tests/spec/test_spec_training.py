@@ -155,7 +155,7 @@ def test_a_spike_skips_the_whole_step_before_the_clip():
     assert float(report.gradient_norm) > OPTIMIZER.max_grad_norm  # the clip is at work
     assert (float(plain.guard.mean_log), int(plain.guard.seen)) == (pytest.approx(log), 1)
 
-    calm = SpikeGuard(jnp.asarray(log - math.log(10.1)), jnp.array(4))
+    calm = SpikeGuard(jnp.asarray(log - math.log(10.1), float), jnp.array(4))
     after, skipped = train_step(replace(state, guard=calm), batch())
     assert not bool(skipped.taken)
     assert int(after.step) == 1
@@ -164,7 +164,7 @@ def test_a_spike_skips_the_whole_step_before_the_clip():
     assert equal(after.guard, calm)
     check_step(OBJECTIVE, skipped)  # a spike is no error
 
-    near = SpikeGuard(jnp.asarray(log - math.log(9.9)), jnp.array(4))
+    near = SpikeGuard(jnp.asarray(log - math.log(9.9), float), jnp.array(4))
     taken, report = train_step(replace(state, guard=near), batch())
     assert bool(report.taken)
     assert equal(taken.params, plain.params)
@@ -187,7 +187,7 @@ def test_a_step_that_is_not_finite_changes_nothing_but_its_number():
     of = config()
     state, _ = train_step(start(of, OBJECTIVE, OPTIMIZER, params(of), target(), toy_map()), batch())
     for bad in (
-        batch(hidden_states=jnp.full((2, 10, 16), jnp.nan)),
+        batch(hidden_states=jnp.full((2, 10, 16), jnp.nan, float)),
         batch(loss_mask=jnp.zeros((2, 10))),
     ):
         after, report = train_step(state, bad)
