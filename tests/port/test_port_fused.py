@@ -216,9 +216,10 @@ def test_ranks_scale_the_loss() -> None:
 # --- The buffer setting --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("K", [5, 65, 130, 149])
+@pytest.mark.parametrize("K", [5, 65, 100, 130])
 def test_smallest_buffer_works_and_the_remedy_too(K: int) -> None:
-    """Faults: a setting refused that is enough, or a remedy rounded down to one that is not."""
+    """Faults: a setting refused that is enough, or a remedy rounded down to one that is not (at
+    K = 100 the nearest in four decimals is too little)."""
     changes = {"vocab_size": 150, "draft_vocab_size": K, "hidden_size": HIDDEN}
     case = Case(changes, OBJECTIVE, small_batch(150), 0)
     want = step(case, PLAIN)[1]

@@ -1,5 +1,6 @@
-"""`row_max` against a loop."""
+"""`row_max`, the products of bf16 factors and the normaliser over some ids, against loops."""
 
+import itertools
 import math
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torch_port.objective import products
 from torch_port.objective.reductions import row_max
+from torch_port.objective.teacher import log_normalizer
 
 
 def by_loop(row: list[float]) -> tuple[float, int]:
@@ -78,3 +81,48 @@ def test_nan_stays_a_legal_place(K: int, at: int) -> None:
     row[0, at] = torch.nan
     _, best = row_max(row)
     assert 0 <= best.item() < K
+
+
+@pytest.mark.parametrize("dtypes", [(16, 16), (32, 16), (32, 32)], ids=str)
+@pytest.mark.parametrize("slice_elements", [1, 24, 1 << 20])
+def test_product_in_slices(
+    monkeypatch: pytest.MonkeyPatch, slice_elements: int, dtypes: tuple[int, int]
+) -> None:
+    """Against float64 on the rounded factors, into a buffer and without one.
+
+    Faults: a result rounded to bf16 (2⁻⁹ of itself), a slice's columns put elsewhere or left out.
+    Sums of 6 products in float32: a few 2⁻²⁴ of the largest, 1e-6 is safe.
+    """
+    monkeypatch.setattr(products, "SLICE", slice_elements)
+    g = torch.Generator().manual_seed(0)
+    kinds = {16: torch.bfloat16, 32: torch.float32}
+    left, right = (
+        torch.randn(rows, 6, generator=g).to(kinds[bits])
+        for rows, bits in zip((5, 11), dtypes, strict=True)
+    )
+    want = torch.tensor([[sum(a * b for a, b in zip(row, column, strict=True))
+                          for column in right.tolist()] for row in left.tolist()])  # fmt: skip
+    buffer = torch.full((5, 11), torch.nan)
+    filled = products.product(left, right, buffer)
+    assert filled.data_ptr() == buffer.data_ptr()
+    for got in (products.product(left, right), buffer):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-6 * want.abs().max().item())
+
+
+@settings(max_examples=40)
+@given(
+    ids=st.lists(st.integers(0, 8), min_size=1, max_size=9, unique=True),
+    rows=st.integers(1, 10),
+    seed=st.integers(0, 99),
+)
+def test_normaliser_over_some_ids(ids: list[int], rows: int, seed: int) -> None:
+    """Faults: all ids summed, a slice of them left out, head rows taken in the place of ids."""
+    g = torch.Generator().manual_seed(seed)
+    states = torch.randn(2, 3, 4, generator=g, dtype=torch.float64)
+    head = torch.randn(9, 4, generator=g, dtype=torch.float64)
+    got = log_normalizer(states, head, rows, torch.tensor(ids))
+    for b, s in itertools.product(range(2), range(3)):
+        logits = [float(states[b, s] @ head[i]) for i in ids]
+        want = math.log(math.fsum(math.exp(x) for x in logits))
+        assert got[b, s].item() == pytest.approx(want, rel=1e-13, abs=1e-13)
