@@ -101,18 +101,24 @@ class _Walk:
             anchors = [anchor for anchor, _ in self.visits[start:end]]
             yield _Pack(anchors, queries_X)
 
-    def pack(self, x_AQD: Tensor, queries_X: Tensor, scale: float = 1.0) -> Tensor:
-        """Copy the blocks of a pack, scaled, to [n, R, M, D]."""
+    def pack(self, x_AQD: Tensor, queries_X: Tensor) -> Tensor:
+        """Copy the blocks of a pack to [n, R, M, D]."""
         heads = len(x_AQD) // self.R
-        packed = x_AQD.index_select(1, queries_X).to(self.wide)
-        packed = packed.view(self.R, heads, -1, self.G, self.D).permute(2, 0, 1, 3, 4)
-        return (packed * scale).reshape(-1, self.R, heads * self.G, self.D)
+        # Memory runs [Q, A, D] as it comes from a projection: select there, or all of it is copied.
+        packed = x_AQD.transpose(0, 1).index_select(0, queries_X).to(self.wide)
+        packed = packed.view(-1, self.G, self.R, heads, self.D).permute(0, 2, 3, 1, 4)
+        return packed.reshape(-1, self.R, heads * self.G, self.D)
+
+    def pack_queries(self, queries_X: Tensor) -> Tensor:
+        """Copy a pack's queries, scaled, to [n, R, M, D]."""
+        return self.pack(self.q_AQD, queries_X).mul_(self.D**-0.5)
 
     def unpack(self, packed_nRMD: Tensor, queries_X: Tensor, out_AQD: Tensor) -> None:
         """Write the blocks of a pack to their places in `out_AQD`."""
-        n, R = packed_nRMD.shape[:2]
-        flat = packed_nRMD.view(n, R, -1, self.G, self.D).permute(1, 2, 0, 3, 4)
-        out_AQD.index_copy_(1, queries_X, flat.reshape(len(out_AQD), -1, self.D).to(out_AQD.dtype))
+        n = len(packed_nRMD)
+        flat = packed_nRMD.unflatten(2, (-1, self.G)).permute(0, 3, 1, 2, 4)
+        flat = flat.reshape(n * self.G, len(out_AQD), self.D).to(out_AQD.dtype)
+        out_AQD.transpose(0, 1).index_copy_(0, queries_X, flat)
 
     def own_keys(self, queries_X: Tensor) -> Tensor:
         """Copy a pack's own keys and values to [n, 2, R, G, D]."""
@@ -159,7 +165,7 @@ class _Sliced(torch.autograd.Function):
         for row in range(len(q_BAQD)):
             walk = _Walk(q_BAQD[row], tuple(x[row] for x in keys), layout, row, window)
             for pack in walk.packs():
-                query_nRMD = walk.pack(q_BAQD[row], pack.queries_X, walk.D**-0.5)
+                query_nRMD = walk.pack_queries(pack.queries_X)
                 out_nRMD = torch.empty_like(query_nRMD)
                 blocks = zip(
                     pack.anchors, query_nRMD, walk.own_keys(pack.queries_X), out_nRMD, strict=True
@@ -201,31 +207,36 @@ def _pack_gradient(
     `outside` is dO and O. With P the shares and dP = dO·Vᵀ: dS = P ⊙ (dP − Σ dO⊙O), because
     Σ P⊙dP = Σ dO⊙O.
     """
-    d_context_k, d_context_v, *d_own = sums
-    query_nRMD = walk.pack(walk.q_AQD, pack.queries_X, walk.D**-0.5)
+    d_context_k, d_context_v, *d_own_sums = sums
+    query_nRMD = walk.pack_queries(pack.queries_X)
     d_out_nRMD, out_nRMD = (walk.pack(x, pack.queries_X) for x in outside)
     mean_nRM1 = (d_out_nRMD * out_nRMD).sum(-1, keepdim=True)
     own_n2RGD = walk.own_keys(pack.queries_X)
     d_query_nRMD, d_own_n2RGD = out_nRMD, torch.empty_like(own_n2RGD)  # out has served
-    for i in reversed(range(len(pack.anchors))):
-        anchor = pack.anchors[i]
+    blocks = zip(
+        pack.anchors,
+        *(query_nRMD, own_n2RGD, d_out_nRMD, mean_nRM1, d_query_nRMD),
+        *d_own_n2RGD.unbind(1),
+        strict=True,
+    )
+    for anchor, query, own, d_out, mean, d_query, d_own_k, d_own_v in reversed(list(blocks)):
         low = first_key(anchor, walk.window)
         inside = anchor - low  # context columns; the block's own follow
-        shares_RMC, seen_2RCD = walk.attend(query_nRMD[i], own_n2RGD[i], anchor)
-        shares_RCM, d_out_RMD = shares_RMC.mT, d_out_nRMD[i]
-        torch.bmm(shares_RCM[:, inside:], d_out_RMD, out=d_own_n2RGD[i, 1])
+        shares_RMC, (keys_RCD, values_RCD) = walk.attend(query, own, anchor)
+        shares_RCM = shares_RMC.mT
+        torch.bmm(shares_RCM[:, inside:], d_out, out=d_own_v)
         d_scores_RMC = walk.scratch[0][: shares_RMC.numel()].view(shares_RMC.shape)
-        torch.bmm(d_out_RMD, seen_2RCD[1].mT, out=d_scores_RMC)
-        d_scores_RMC.sub_(mean_nRM1[i]).mul_(shares_RMC)
-        torch.bmm(d_scores_RMC, seen_2RCD[0], out=d_query_nRMD[i])
+        torch.bmm(d_out, values_RCD.mT, out=d_scores_RMC)
+        d_scores_RMC.sub_(mean).mul_(shares_RMC)
+        torch.bmm(d_scores_RMC, keys_RCD, out=d_query)
         d_scores_RCM = d_scores_RMC.mT
-        torch.bmm(d_scores_RCM[:, inside:], query_nRMD[i], out=d_own_n2RGD[i, 0])
+        torch.bmm(d_scores_RCM[:, inside:], query, out=d_own_k)
         if inside:  # anchor 0 has no context
-            d_context_v[:, low:anchor].baddbmm_(shares_RCM[:, :inside], d_out_RMD)
-            d_context_k[:, low:anchor].baddbmm_(d_scores_RCM[:, :inside], query_nRMD[i])
+            d_context_v[:, low:anchor].baddbmm_(shares_RCM[:, :inside], d_out)
+            d_context_k[:, low:anchor].baddbmm_(d_scores_RCM[:, :inside], query)
     walk.unpack(d_query_nRMD.mul_(walk.D**-0.5), pack.queries_X, d_q_AQD)
-    for own, d_own_nRGD in zip(d_own, d_own_n2RGD.unbind(1), strict=True):
-        walk.unpack(d_own_nRGD.contiguous(), pack.queries_X, own)
+    for total, d_own_nRGD in zip(d_own_sums, d_own_n2RGD.unbind(1), strict=True):
+        walk.unpack(d_own_nRGD, pack.queries_X, total)
 
 
 def _zeros_like_heads(x_BAQD: Tensor) -> Tensor:
