@@ -19,13 +19,20 @@ from torch_port.config import ObjectiveConfig
 from torch_port.data.batch import Batch
 from torch_port.models.dspark import DSparkDraft, FrozenTarget
 from torch_port.objective.evaluate import Outcome, batch_denominators, forward_batch
-from torch_port.objective.loss import reduce_denominators
+from torch_port.objective.loss import Denominators, reduce_denominators
 from torch_port.objective.teacher import log_normalizer
 from torch_port.vocabulary.mapping import buffers_from_kept
 
 HIDDEN = 6
+OBJECTIVE = ObjectiveConfig(loss_decay_gamma=3.0)
 SIZES = [(3, 1), (3, 2), (3, 3), (17, 5), (17, 16), (70, 64), (70, 70), (150, 1), (150, 130)]
 SIZES += [(150, 149), (150, 150)]  # (V, K): beyond one segment of `row_max`, and no multiple of 64
+HEAD_TYPES = {
+    "vanilla": {},
+    "gated": {"markov_head_type": "gated"},
+    "rnn": {"markov_head_type": "rnn"},
+    "none": {"markov_rank": 0, "confidence_head_with_markov": False},
+}
 HEADS = [(1, 1), (2, 2), (4, 2), (6, 2), (6, 3), (4, 1)]  # query and kv heads
 
 
@@ -144,6 +151,29 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(changes, objective, batch, seed, draw(st.booleans()), draw(st.sampled_from([0, 2])))
 
 
+def mib(rows: int, K: int, bits: int = 64) -> float:
+    """The setting that holds `rows` K-wide rows; one slot and its position take 5."""
+    return rows * K * bits / 8 / 2**20
+
+
+def small_batch(V: int = 70, B: int = 2, S: int = 12, N: int = 6, every: int = 1) -> Batch:
+    """Everything supervised; anchors 0, every, 2·every, …: up to 4 slots to a position."""
+    g = torch.Generator().manual_seed(0)
+    return Batch(
+        input_ids=torch.randint(0, V, (B, S), generator=g),
+        loss_mask=torch.ones(B, S, dtype=torch.float64),
+        hidden_states=torch.randn(B, S, 2 * HIDDEN, generator=g, dtype=torch.float64),
+        target_last_hidden_states=torch.randn(B, S, HIDDEN, generator=g, dtype=torch.float64),
+        anchor_positions=every * torch.arange(N).repeat(B, 1),
+        block_keep_mask=torch.ones(B, N, dtype=torch.bool),
+    )
+
+
+def denominators_of(model: DSparkDraft, b: Batch, others: float = 0.0) -> Denominators:
+    """A step's denominators under OBJECTIVE; `others` from its other micro-batches."""
+    return reduce_denominators(batch_denominators(model, b, OBJECTIVE) + others, True)
+
+
 def step(
     case: Case, compute: ComputeConfig, scale: float = 1.0, ranks: int = 1
 ) -> tuple[Outcome, dict[str, Tensor]]:
@@ -155,7 +185,7 @@ def step(
     outcome = forward_batch(model, case.batch, frozen, case.objective, denominators, ranks)
     assert outcome.loss is not None
     torch.autograd.backward(outcome.loss * scale)
-    found = {"loss": outcome.loss.detach()}
+    found = {"loss": outcome.loss.detach(), "hidden": outcome.hidden.detach()}
     for name, (top, bottom) in outcome.metrics.items():
         found |= {f"metric {name} numerator": top, f"metric {name} denominator": bottom}
     found |= {f"term {name}": value.detach() for name, value in vars(outcome.terms).items()}

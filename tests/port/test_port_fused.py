@@ -1,17 +1,25 @@
 """The fused objective against the plain one, and what only a fused one can get wrong."""
 
-import re
-import weakref
 from dataclasses import replace
 
 import pytest
 import torch
-from drawn import HIDDEN, Case, assert_same, cases, gradients, step
+from drawn import (
+    HEAD_TYPES,
+    HIDDEN,
+    OBJECTIVE,
+    Case,
+    assert_same,
+    cases,
+    denominators_of,
+    gradients,
+    mib,
+    small_batch,
+    step,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from toys import KEPT, G, H, V, batch, config, target, toy_map
 
 from torch_port.blocks import slot_weights
@@ -19,7 +27,6 @@ from torch_port.compute import ComputeConfig
 from torch_port.config import ObjectiveConfig
 from torch_port.data.batch import Batch
 from torch_port.errors import UserError
-from torch_port.memory import PeakMemory
 from torch_port.models.dspark import DSparkDraft, FrozenTarget
 from torch_port.objective.evaluate import (
     batch_denominators,
@@ -27,26 +34,14 @@ from torch_port.objective.evaluate import (
     forward_batch,
     layout_blocks,
 )
-from torch_port.objective.loss import Denominators, reduce_denominators
+from torch_port.objective.loss import reduce_denominators
 
-OBJECTIVE = ObjectiveConfig(loss_decay_gamma=3.0)
 DENSE = {"attention": "dense"}
 PLAIN = ComputeConfig(objective="plain", **DENSE)
 FUSED = ComputeConfig(**DENSE)
-HEAD_TYPES = {
-    "vanilla": {},
-    "gated": {"markov_head_type": "gated"},
-    "rnn": {"markov_head_type": "rnn"},
-    "none": {"markov_rank": 0, "confidence_head_with_markov": False},
-}
 every_head = pytest.mark.parametrize("head", HEAD_TYPES)
 SMALL = {"vocab_size": 70, "draft_vocab_size": 65, "hidden_size": HIDDEN}
 both_objectives = pytest.mark.parametrize("compute", [PLAIN, FUSED], ids=["plain", "fused"])
-
-
-def mib(rows: int, K: int, bits: int = 64) -> float:
-    """The setting that holds `rows` K-wide rows; one slot and its position take 5."""
-    return rows * K * bits / 8 / 2**20
 
 
 def toy(compute: ComputeConfig, trainable_head: bool = False, **changes) -> DSparkDraft:
@@ -59,10 +54,6 @@ def toy(compute: ComputeConfig, trainable_head: bool = False, **changes) -> DSpa
     if model.prunes_vocabulary:
         model.install_vocab_mapping(*toy_map())
     return model
-
-
-def denominators_of(model: DSparkDraft, b: Batch, others: float = 0.0) -> Denominators:
-    return reduce_denominators(batch_denominators(model, b, OBJECTIVE) + others, True)
 
 
 # --- Equality ------------------------------------------------------------------------------------
@@ -171,19 +162,6 @@ def test_bit_equal_twice() -> None:
     assert all(torch.equal(second[name], value) for name, value in first.items())
 
 
-def small_batch(V: int = 70, B: int = 2, S: int = 12, N: int = 6, every: int = 1) -> Batch:
-    """Everything supervised; anchors 0, every, 2·every, …: up to 4 slots to a position."""
-    g = torch.Generator().manual_seed(0)
-    return Batch(
-        input_ids=torch.randint(0, V, (B, S), generator=g),
-        loss_mask=torch.ones(B, S, dtype=torch.float64),
-        hidden_states=torch.randn(B, S, 2 * HIDDEN, generator=g, dtype=torch.float64),
-        target_last_hidden_states=torch.randn(B, S, HIDDEN, generator=g, dtype=torch.float64),
-        anchor_positions=every * torch.arange(N).repeat(B, 1),
-        block_keep_mask=torch.ones(B, N, dtype=torch.bool),
-    )
-
-
 @both_objectives
 @every_head
 @pytest.mark.parametrize("changes", [{}, {"draft_vocab_size": None}], ids=["pruned", "full"])
@@ -211,149 +189,6 @@ def test_ranks_scale_the_loss() -> None:
     for name, value in one.items():
         factor = 4 if name == "loss" or name.startswith("gradient") else 1
         assert torch.equal(four[name], factor * value), name
-
-
-# --- The buffer setting --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("K", [5, 65, 100, 130])
-def test_smallest_buffer_works_and_the_remedy_too(K: int) -> None:
-    """Faults: a setting refused that is enough, or a remedy rounded down to one that is not (at
-    K = 100 the nearest in four decimals is too little)."""
-    changes = {"vocab_size": 150, "draft_vocab_size": K, "hidden_size": HIDDEN}
-    case = Case(changes, OBJECTIVE, small_batch(150), 0)
-    want = step(case, PLAIN)[1]
-    assert_same(step(case, ComputeConfig(objective_buffer_mib=mib(5, K), **DENSE))[1], want)
-    short = mib(5, K) - 1e-6
-    with pytest.raises(UserError, match="objective_buffer_mib") as error:
-        step(case, ComputeConfig(objective_buffer_mib=short, **DENSE))
-    named = re.fullmatch(
-        r"objective_buffer_mib is (\S+), but .* vocabulary of (\d+); raise it to (\S+) or more",
-        str(error.value),
-    )
-    assert named
-    assert float(named[1]) == pytest.approx(short, abs=2e-6)  # whole bytes
-    assert int(named[2]) == K
-    remedied = ComputeConfig(objective_buffer_mib=float(named[3]), **DENSE)
-    assert_same(step(case, remedied)[1], want)
-
-
-class AlongAxis(TorchDispatchMode):
-    """Live bytes of tensors made inside whose last axis is `size`, and their peak.
-
-    A transposed weight counts as well; views of what was there before do not.
-    """
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.size, self.live, self.peak = size, 0, 0
-        self.shapes: list[tuple[int, ...]] = []
-        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor):
-                self._known.add(leaf.untyped_storage())
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.shape[-1] != self.size:
-                continue
-            storage = leaf.untyped_storage()
-            if storage in self._known:
-                continue
-            self._known.add(storage)
-            self.shapes.append(tuple(leaf.shape))
-            self.live += storage.nbytes()
-            self.peak = max(self.peak, self.live)
-            weakref.finalize(storage, self._release, storage.nbytes())
-        return result
-
-    def _release(self, size: int) -> None:
-        self.live -= size
-
-
-def objective_alone(
-    K: int, N: int, compute: ComputeConfig, dtype: torch.dtype, every: int = 1, **changes
-):
-    """Return a function that runs the objective, forward and backward, on states that are there."""
-    changes = {"vocab_size": K + 9, "draft_vocab_size": K, "hidden_size": HIDDEN} | changes
-    case = Case(changes, OBJECTIVE, small_batch(K + 9, 1, every * N + G, N, every), 0)
-    model, frozen = case.draft(compute).to(dtype), case.target()
-    frozen = FrozenTarget(frozen.embed_tokens.to(dtype), frozen.lm_head.to(dtype))
-    b = case.batch.to(torch.device("cpu"), dtype).laid_out(G)
-    blocks, sums = layout_blocks(model, b), denominators_of(model, b)
-    model.draft_head(frozen.lm_head)  # U_K and the list of pruned ids are made once per run
-    model.pruned_target_ids()
-    states = torch.randn(1, N, G, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
-
-    def run(with_loss: bool = True) -> Tensor | None:
-        leaf = states.clone().requires_grad_()
-        given = (OBJECTIVE, sums if with_loss else None, 1)
-        _, loss = batch_objective(model, leaf, blocks, b, frozen, *given)
-        if loss is not None:
-            torch.autograd.backward(loss)
-        return loss
-
-    return run
-
-
-@pytest.mark.parametrize("K", [700, 2999])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("every", [1, 2, 4])
-@every_head
-def test_wide_bytes_stay_within_the_setting(
-    head: str, every: int, dtype: torch.dtype, K: int
-) -> None:
-    """Faults: a K-wide temporary per chunk, two bf16 copies where one is counted, a float32 copy of
-    a bf16 head, a buffer kept. 4, 2 or 1 slots to a position fill the buffers differently."""
-    setting = 0.25
-    compute = ComputeConfig(objective_buffer_mib=setting)
-    run = objective_alone(K, 24, compute, dtype, every, **HEAD_TYPES[head])
-    with AlongAxis(K) as wide:
-        run()
-    assert 0.5 * setting * 2**20 < wide.peak <= setting * 2**20  # used, and not exceeded
-    assert wide.live == 0
-
-
-def test_peak_does_not_grow_with_slots_times_vocabulary() -> None:
-    """Fault: anything K-wide per slot. A slot may add its own few columns, far less than one row.
-
-    Per slot in float32: H states and their gradients, r-wide codes, 11 columns of terms, indices.
-    """
-    K, peaks = 4099, {}
-    compute = ComputeConfig(objective_buffer_mib=mib(40, K, 32))
-    for N in (8, 64):
-        run = objective_alone(K, N, compute, torch.float32)
-        run()
-        with PeakMemory() as traced:
-            run()
-        peaks[N] = traced.peak
-    per_slot = (peaks[64] - peaks[8]) / (56 * G)
-    assert per_slot < 0.05 * K * 4
-
-
-def test_evaluation_does_no_gradient_work() -> None:
-    """Faults: gradients computed without denominators or under no_grad; terms that differ then."""
-
-    def weight_shaped(grad: bool, with_loss: bool) -> set[tuple[int, ...]]:
-        run = objective_alone(700, 8, ComputeConfig(), torch.float32)
-        with torch.set_grad_enabled(grad), AlongAxis(3) as seen:  # W2 is [K, 3]
-            if grad:
-                run(with_loss)
-            else:
-                run(False)
-        return {shape for shape in seen.shapes if shape[0] == 700}
-
-    assert weight_shaped(grad=True, with_loss=True) == {(700, 3)}
-    assert weight_shaped(grad=True, with_loss=False) == set()
-    assert weight_shaped(grad=False, with_loss=False) == set()
-    model, b, frozen = toy(FUSED), batch(), target()
-    trained = forward_batch(model, b, frozen, OBJECTIVE, denominators_of(model, b))
-    evaluated = forward_batch(model, b, frozen, OBJECTIVE)
-    assert evaluated.loss is None
-    for name, value in vars(trained.terms).items():
-        assert torch.equal(getattr(evaluated.terms, name), value), name
-        assert not getattr(evaluated.terms, name).requires_grad
 
 
 # --- The teacher, a head of one's own, poison ----------------------------------------------------
