@@ -35,6 +35,8 @@ from torch_port.objective.evaluate import layout_blocks
 
 PLAIN = ComputeConfig(objective="plain", attention="dense")
 FUSED = ComputeConfig()
+# Other settings of objective_buffer_mib: what smaller and larger buffers trade.
+OTHER_BUFFERS_MIB = (16.0, 64.0)
 COEFFICIENTS = field.Coefficients(
     OBJECTIVE.ce_alpha,
     OBJECTIVE.l1_alpha,
@@ -71,6 +73,9 @@ def objective_comparison(name: str, shape: ObjectiveShape, alone: bool) -> Compa
     batches = {suffix: batch.laid_out(shape.block) for suffix, batch in batches.items()}
     # The baseline and both forms of the port train the same parameters.
     forms = {"fused": inputs.draft(FUSED)}
+    for mib in OTHER_BUFFERS_MIB:
+        compute = ComputeConfig(objective_buffer_mib=mib)
+        forms[f"fused {mib:.0f} MiB"] = inputs.draft(compute)
     if not alone:
         forms = {"plain": inputs.draft(PLAIN)} | forms
     variants = []

@@ -25,4 +25,4 @@ class ComputeConfig(Settings):
     objective: Literal["fused", "plain"] = "fused"
     attention: Literal["blockwise", "dense"] = "blockwise"
     recompute: Literal["none", "mlp", "layer"] = "none"
-    objective_buffer_mib: float = Field(default=16.0, gt=0)
+    objective_buffer_mib: float = Field(default=32.0, gt=0)

@@ -13,6 +13,8 @@ from toys import batch, draft, target
 
 from torch_port.config import ObjectiveConfig
 from torch_port.errors import UserError
+from torch_port.evaluation import evaluate
+from torch_port.models.attention import rotary_tables
 from torch_port.training.loop import train
 from torch_port.training.optimizer import MasterAdamW, OptimizerConfig, decays, rate_at
 from torch_port.training.step import accumulate_gradients, training_step
@@ -223,3 +225,13 @@ def test_two_ranks_equal_one_process(tmp_path: Path, kind: str, collectives: int
             torch.testing.assert_close(
                 result["grads"][name], parameter.grad, rtol=0, atol=1e-12 * scale, msg=name
             )
+
+
+def test_evaluating_in_inference_mode_leaves_training_possible() -> None:
+    """Fault: rotary tables or head rows first made in inference mode, which autograd then refuses."""
+    model, b, frozen = draft(), batch(), target()
+    rotary_tables.cache_clear()
+    with torch.inference_mode():
+        evaluate(model, [b], frozen, OBJECTIVE)
+    optimizer = MasterAdamW(model.named_parameters(), config())
+    training_step(model, optimizer, [b], frozen, OBJECTIVE, 1)

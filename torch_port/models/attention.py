@@ -65,7 +65,8 @@ def rotary_tables(
     Angles are computed on the host in float64 and rounded once to `dtype`: float32 angles at
     position 4096 are off by 1e-4, and no float64 may reach the device.
     """
-    position = torch.arange(length, dtype=torch.float64)
-    rate = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    angle = torch.outer(position, rate).repeat(1, 2)
-    return angle.cos().to(dtype).to(device), angle.sin().to(dtype).to(device)
+    with torch.inference_mode(False):  # kept beyond the call: training may need them next
+        position = torch.arange(length, dtype=torch.float64)
+        rate = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+        angle = torch.outer(position, rate).repeat(1, 2)
+        return angle.cos().to(dtype).to(device), angle.sin().to(dtype).to(device)

@@ -43,6 +43,8 @@ def blockwise_attention(
     draft's blocks [B, R, Q, D]; the batch's layout; `window` ω of a sliding layer, or None.
     Returns [B, A, Q, D]; exactly 0 for dropped blocks.
     """
+    if window is not None:  # nothing lies further back; the band is as wide as the window
+        window = min(window, context[0].shape[2] + layout.block_size)
     form = _Chunked if kernels_for(q_BAQD.device).name == "npu" else _Sliced
     return form.apply(q_BAQD, *context, *own, layout, window)
 

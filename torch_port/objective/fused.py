@@ -7,11 +7,10 @@ alone, so the gradient with respect to the logits is known as soon as the logits
 
 What depends on the sequence position only (the teacher, the vanilla head's bias, and the sums for
 its gradient) is done once per covered position, not once per slot. Slots are walked in the order of
-their positions, which the host knows (`torch_port/layout.py`): the teacher is computed for a group
-of positions at a time, and the group's slots follow a chunk at a time.
+their positions, which the host knows (`torch_port/layout.py`), a chunk at a time.
 
 Shape suffixes: M evaluated slots, P covered positions, T all slots (B·N·G), C slots of a chunk,
-E positions of a chunk, Q positions of a group, K draft ids, H hidden size, r Markov rank.
+E positions of a chunk, K draft ids, H hidden size, r Markov rank.
 """
 
 from __future__ import annotations
@@ -30,6 +29,8 @@ from torch_port.errors import UserError
 from torch_port.layout import Layout
 from torch_port.objective.products import product
 from torch_port.objective.reductions import row_max
+
+PIECES = 16  # that a chunk's slots are compared with the teacher in, while they are in the cache
 
 
 @dataclass(frozen=True)
@@ -142,39 +143,49 @@ class _Fused(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Said:
-    """The teacher at a group's positions: kept mass, largest true probability, its draft id."""
+    """The teacher at a chunk's positions: kept mass, largest true probability, its draft id."""
 
-    mass_Q: Tensor
-    top_Q: Tensor
-    best_Q: Tensor
+    mass_E: Tensor
+    top_E: Tensor
+    best_E: Tensor
 
 
 @dataclass(frozen=True)
 class _Rows:
     """How many K-wide rows each buffer has."""
 
-    slots: int  # of a chunk; two buffers
-    taught: int  # positions of a group, whose teacher is computed by one product
-    places: int  # positions of a chunk; two buffers, bias and sum
+    slots: int  # of a chunk
+    places: int  # positions of a chunk
+    piece: int  # of a chunk's slots, compared with the teacher at a time; two buffers
 
     @classmethod
-    def within(cls, buffer_bytes: int, K: int, wide: torch.dtype, narrow: torch.dtype) -> _Rows:
-        """Share out `buffer_bytes`: as many positions taught as slots, half as many places.
+    def within(
+        cls, buffer_bytes: int, K: int, layout: Layout, wide: torch.dtype, narrow: torch.dtype
+    ) -> _Rows:
+        """Share out `buffer_bytes`; places follow the batch, as many as slots where each is alone.
 
         A bf16 draft's logit gradient is rounded before its products: that copy counts along.
         Raises UserError where one row of each does not fit.
         """
         row = K * torch.finfo(wide).bits // 8
         copy = 0 if narrow == wide else K * torch.finfo(narrow).bits // 8
-        slots = buffer_bytes // (4 * row + copy)
-        need = 5 * row + copy
-        if buffer_bytes < need:
-            mib = math.ceil(need / 2**20 * 1e4) / 1e4  # up: the remedy has to be enough
+        least = 4 * row + copy
+        if buffer_bytes < least:
+            mib = math.ceil(least / 2**20 * 1e4) / 1e4  # up: the remedy has to be enough
             raise UserError(
                 f"objective_buffer_mib is {buffer_bytes / 2**20:.6g}, but one slot and its "
                 f"position take {mib} MiB at a draft vocabulary of {K}; raise it to {mib} or more"
             )
-        return cls(slots, taught=slots, places=max(1, slots // 2))
+        alone = len(layout.positions_P) / max(1, len(layout.slots_M))
+        slots = int(buffer_bytes / ((1 + alone) * row + copy))
+        slots = min(slots, max(1, len(layout.slots_M)))
+        while True:
+            places = min(math.ceil(1.05 * alone * slots), len(layout.positions_P))
+            rows = cls(max(1, slots), max(1, places), max(1, slots // PIECES))
+            held = (rows.slots + rows.places + 2 * rows.piece) * row + rows.slots * copy
+            if held <= buffer_bytes:
+                return rows
+            slots -= 1
 
 
 @dataclass(frozen=True)
@@ -185,36 +196,16 @@ class _Chunk:
     places: slice
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Consecutive covered positions, and the chunks that their slots are walked in."""
-
-    taught: slice
-    chunks: tuple[_Chunk, ...]
-
-
-def _groups(layout: Layout, rows: _Rows) -> Iterator[_Group]:
-    """Cut the covered positions into groups, and each group's slots into chunks of like size."""
-    last = len(layout.first_P) - 1
-    for start in range(0, last, rows.taught):
-        end = min(start + rows.taught, last)
-        yield _Group(slice(start, end), tuple(_chunks(layout.first_P, start, end, rows)))
-
-
-def _chunks(first_P: tuple[int, ...], start: int, end: int, rows: _Rows) -> Iterator[_Chunk]:
-    """Cut the slots at positions start … end − 1; a position's slots may fall into two chunks."""
-    slot, place, beyond = first_P[start], start, first_P[end]
-    size = _share(beyond - slot, rows.slots)
-    while slot < beyond:
-        stop = min(slot + size, first_P[min(place + rows.places, end)])
-        last = bisect_left(first_P, stop) - 1  # the position of slot stop − 1
-        yield _Chunk(slice(slot, stop), slice(place, last + 1))
-        slot, place = stop, last if stop < first_P[last + 1] else last + 1
-
-
-def _share(total: int, most: int) -> int:
-    """Return the size of equal shares of `total`, none above `most`."""
-    return -(-total // -(-total // most))
+def _chunks(first_P: tuple[int, ...], rows: _Rows) -> Iterator[_Chunk]:
+    """Cut the slots into chunks of like size; a position's slots may fall into two of them."""
+    total, last = first_P[-1], len(first_P) - 1
+    size = -(-total // -(-total // rows.slots)) if total else 1
+    slot, place = 0, 0
+    while slot < total:
+        stop = min(slot + size, first_P[min(place + rows.places, last)])
+        beyond = bisect_left(first_P, stop)  # the position after that of slot stop − 1
+        yield _Chunk(slice(slot, stop), slice(place, beyond))
+        slot, place = stop, beyond if stop == first_P[beyond] else beyond - 1
 
 
 class _Walk:
@@ -237,24 +228,18 @@ class _Walk:
             for x, need in zip(inputs[1:], needs[1:], strict=True)
         )
         self.backward = any(needs)
-        self.rows = _Rows.within(work.buffer_bytes, len(head), self.wide, hidden.dtype)
-        slots = min(self.rows.slots, len(self.layout.slots_M))
-        positions = len(self.layout.positions_P)
-        taught, places = min(self.rows.taught, positions), min(self.rows.places, positions)
-        # The group's teacher logits pass through the chunks' buffers, which are one piece for it.
-        self.slot_rows = self._empty(max(2 * slots, taught))
-        self.taught_QK, self.bias_EK = self._empty(taught), self._empty(places)
-        self.sum_EK = self._empty(places) if self.by_position and self.backward else None
+        self.rows = _Rows.within(work.buffer_bytes, len(head), self.layout, self.wide, hidden.dtype)
+        self.slots_CK = self._empty(self.rows.slots)
+        # One after the other: the positions' bias, their teacher, their sums of dz.
+        self.places_EK = self._empty(self.rows.places)
+        self.pieces = self._empty(self.rows.piece), self._empty(self.rows.piece)
 
     def _empty(self, rows: int) -> Tensor:
         return torch.empty(rows, len(self.head), dtype=self.wide, device=self.head.device)
 
     def run(self) -> Tensor:
-        """Walk all groups; return the rows of `SlotValues`, [8, M]."""
-        columns: list[Tensor] = []
-        for group in _groups(self.layout, self.rows):
-            said = self._teach(group.taught)
-            columns.extend(self._chunk(chunk, group.taught.start, said) for chunk in group.chunks)
+        """Walk all chunks; return the rows of `SlotValues`, [8, M]."""
+        columns = [self._chunk(chunk) for chunk in _chunks(self.layout.first_P, self.rows)]
         if not columns:
             return torch.empty(8, 0, dtype=self.wide, device=self.head.device)
         return torch.cat(columns, dim=1)
@@ -263,41 +248,27 @@ class _Walk:
         """Return the gradients of hidden, code, W2 and head; autograd casts what it must."""
         return self.d_hidden, self.d_code, self.d_w2, self.d_head
 
-    def _teach(self, at: slice) -> _Said:
-        """Fill `taught_QK` with p̃ at a group's positions."""
-        teacher = self.teacher
-        taught_QK, spare_QK = (x[: at.stop - at.start] for x in (self.taught_QK, self.slot_rows))
-        # Never rounded to bf16: it would not fit its float32 normaliser.
-        product(teacher.states_PH[at], teacher.head_KH, spare_QK)
-        top_Q, best_Q = row_max(spare_QK)
-        torch.softmax(spare_QK, -1, out=taught_QK)
-        share_Q = taught_QK.gather(-1, best_Q.unsqueeze(-1)).squeeze(-1)
-        inside_Q = top_Q - share_Q.log()  # logsumexp over the kept ids: max p̃ is exp(top − it)
-        if teacher.normalizer_P is not None:
-            mass_Q = (inside_Q - teacher.normalizer_P[at]).exp()
-        elif teacher.pruned_P is not None:
-            mass_Q = (inside_Q - torch.logaddexp(inside_Q, teacher.pruned_P[at])).exp()
-        else:
-            mass_Q = torch.ones_like(inside_Q)
-        return _Said(mass_Q, mass_Q * share_Q, best_Q)
-
-    def _chunk(self, chunk: _Chunk, start: int, said: _Said) -> Tensor:
-        at, n = chunk.slots, chunk.slots.stop - chunk.slots.start
-        a_CK, q_CK = self.slot_rows[:n], self.slot_rows[n : 2 * n]
-        place_C = self.layout.place_M[at]
-        taught_C = place_C - start
+    def _chunk(self, chunk: _Chunk) -> Tensor:
+        at = chunk.slots
+        z_CK = self.slots_CK[: at.stop - at.start]
+        places_EK = self.places_EK[: chunk.places.stop - chunk.places.start]
+        place_C = self.layout.place_M[at] - chunk.places.start
         hidden_CH = self.hidden.index_select(0, self.layout.slots_M[at])
         label_C, kept_C = self.slots.label_M[at], self.slots.kept_M[at]
-        self._logits(hidden_CH, chunk, place_C - chunk.places.start, a_CK, q_CK)
-        top_C, best_C = row_max(a_CK)
-        chosen_C = a_CK.gather(-1, label_C.unsqueeze(-1)).squeeze(-1)
-        torch.softmax(a_CK, -1, out=q_CK)
-        draft_top_C = q_CK.gather(-1, best_C.unsqueeze(-1)).squeeze(-1)
-        mass_C = said.mass_Q.index_select(0, taught_C)
-        l1_C, accept_C = self._compare(taught_C, mass_C, a_CK, q_CK)
+        self._logits(hidden_CH, chunk, place_C, z_CK, places_EK)
+        top_C, best_C = row_max(z_CK)
+        chosen_C = z_CK.gather(-1, label_C.unsqueeze(-1)).squeeze(-1)
+        said = self._teach(chunk.places, places_EK)
+        mass_C = said.mass_E.index_select(0, place_C)
+        pieces = [
+            self._piece(slice(i, i + self.rows.piece), at.start, z_CK, best_C, place_C, mass_C)
+            for i in range(0, len(z_CK), self.rows.piece)
+        ]
+        draft_top_C, l1_C, accept_C = (torch.cat(x) for x in zip(*pieces, strict=True))
         if self.backward:
-            self._logit_gradient(at, a_CK, q_CK)
-            self._chain(a_CK, hidden_CH, chunk, place_C - chunk.places.start)
+            # z has become dz, but for the label's own −1.
+            z_CK.scatter_add_(1, label_C.unsqueeze(-1), -self.slots.ce_factor_M[at].unsqueeze(-1))
+            self._chain(z_CK, hidden_CH, chunk, place_C, places_EK)
         values = SlotValues(
             # From the logits and the maximum, never log q[label]: that underflows.
             ce=torch.where(kept_C, (top_C - chosen_C) - draft_top_C.log(), 0),
@@ -305,61 +276,98 @@ class _Walk:
             accept=accept_C,
             kept_mass=mass_C,
             correct=((best_C == label_C) & kept_C).to(self.wide),
-            agrees=(best_C == said.best_Q.index_select(0, taught_C)).to(self.wide),
-            teacher_top=said.top_Q.index_select(0, taught_C),
+            agrees=(best_C == said.best_E.index_select(0, place_C)).to(self.wide),
+            teacher_top=said.top_E.index_select(0, place_C),
             draft_top=draft_top_C,
         )
         return torch.stack(list(vars(values).values()))
 
+    def _teach(self, at: slice, taught_EK: Tensor) -> _Said:
+        """Fill `taught_EK` with p̃ at a chunk's positions."""
+        teacher = self.teacher
+        # Never rounded to bf16: it would not fit its float32 normaliser.
+        product(teacher.states_PH[at], teacher.head_KH, taught_EK)
+        top_E, best_E = row_max(taught_EK)
+        for part in taught_EK.split(self.rows.piece):
+            part.copy_(torch.softmax(part, -1, out=self.pieces[0][: len(part)]))
+        share_E = taught_EK.gather(-1, best_E.unsqueeze(-1)).squeeze(-1)
+        inside_E = top_E - share_E.log()  # logsumexp over the kept ids: max p̃ is exp(top − it)
+        if teacher.normalizer_P is not None:
+            mass_E = (inside_E - teacher.normalizer_P[at]).exp()
+        elif teacher.pruned_P is not None:
+            mass_E = (inside_E - torch.logaddexp(inside_E, teacher.pruned_P[at])).exp()
+        else:
+            mass_E = torch.ones_like(inside_E)
+        return _Said(mass_E, mass_E * share_E, best_E)
+
     def _logits(
-        self, hidden_CH: Tensor, chunk: _Chunk, place_C: Tensor, out_CK: Tensor, spare_CK: Tensor
+        self,
+        hidden_CH: Tensor,
+        chunk: _Chunk,
+        place_C: Tensor,
+        out_CK: Tensor,
+        bias_EK: Tensor,
     ) -> None:
         """z = h·Uᵀ + bias, neither of them rounded to bf16."""
         if self.code is None or self.w2 is None:
             product(hidden_CH, self.head, out_CK)
             return
         if self.by_position:
-            bias_EK = self.bias_EK[: chunk.places.stop - chunk.places.start]
             product(self.code[chunk.places], self.w2, bias_EK)
             torch.index_select(bias_EK, 0, place_C, out=out_CK)
         else:
             product(self.code[chunk.slots], self.w2, out_CK)
         if self.hidden.dtype == self.head.dtype == self.wide:
             out_CK.addmm_(hidden_CH, self.head.T)
-        else:
-            out_CK.add_(product(hidden_CH, self.head, spare_CK))
+            return
+        size = self.rows.piece
+        for part, states in zip(out_CK.split(size), hidden_CH.split(size), strict=True):
+            part.add_(product(states, self.head, self.pieces[0][: len(part)]))
 
-    def _compare(
-        self, taught_C: Tensor, mass_C: Tensor, a_CK: Tensor, q_CK: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return (Σ|q − p̃|, α); leave q − p̃ in `a_CK`."""
-        torch.index_select(self.taught_QK, 0, taught_C, out=a_CK)
+    def _piece(
+        self,
+        part: slice,
+        start: int,
+        z_CK: Tensor,
+        best_C: Tensor,
+        place_C: Tensor,
+        mass_C: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (max q, Σ|q − p̃|, α) of some rows of a chunk; their logits become dz."""
+        z = z_CK[part]
+        q, d = (buffer[: len(z)] for buffer in self.pieces)
+        torch.softmax(z, -1, out=q)
+        top = q.gather(-1, best_C[part].unsqueeze(-1)).squeeze(-1)
+        torch.index_select(self.places_EK, 0, place_C[part], out=d)
         prunes = self.teacher.normalizer_P is not None or self.teacher.pruned_P is not None
         if prunes:  # the true p is p̃ times the kept mass
-            overlap_CK = torch.minimum(a_CK.mul_(mass_C.unsqueeze(-1)), q_CK, out=a_CK)
-            overlap_C = overlap_CK.sum(-1)
-            torch.index_select(self.taught_QK, 0, taught_C, out=a_CK)
-        torch.sub(q_CK, a_CK, out=a_CK)
-        # The bias has served. Not vector_norm(·, 1): it loses 1e-5 at K = 16k, and is slower.
-        spare_EK = self.bias_EK
-        parts = a_CK.split(len(spare_EK))
-        l1_C = torch.cat([torch.abs(d, out=spare_EK[: len(d)]).sum(-1) for d in parts])
+            overlap = torch.minimum(torch.mul(d, mass_C[part].unsqueeze(-1), out=z), q, out=z)
+            accept = overlap.sum(-1)
+        torch.sub(q, d, out=d)
+        l1 = torch.abs(d, out=z).sum(-1)  # not vector_norm(·, 1): it loses 1e-5 at K = 16k
         if not prunes:
-            overlap_C = 1 - 0.5 * l1_C
-        return l1_C, overlap_C.clamp(0, 1)
+            accept = 1 - 0.5 * l1
+        if self.backward:
+            at = slice(start + part.start, start + part.start + len(z))
+            self._logit_gradient(at, q, d, z)
+        return top, l1, accept.clamp(0, 1)
 
-    def _logit_gradient(self, at: slice, a_CK: Tensor, q_CK: Tensor) -> None:
-        """Turn q − p̃ in `a_CK` into the loss's gradient with respect to the logits.
+    def _logit_gradient(self, at: slice, q: Tensor, d: Tensor, out: Tensor) -> None:
+        """out = l1_factor·q⊙(s − Σ q⊙s) + ce_factor·q, s = sign(d); d is used up."""
+        ce = self.slots.ce_factor_M[at].unsqueeze(-1)
+        l1 = self.slots.l1_factor_M[at].unsqueeze(-1)
+        mean = d.sign_().mul_(q).sum(-1, keepdim=True)
+        torch.mul(q, ce - l1 * mean, out=out)
+        out.add_(d.mul_(l1))
 
-        l1_factor·q⊙(s − Σ q⊙s) + ce_factor·(q − onehot). `q_CK` is used up.
-        """
-        ce_C1 = self.slots.ce_factor_M[at].unsqueeze(-1)
-        l1_C1 = self.slots.l1_factor_M[at].unsqueeze(-1)
-        mean_C1 = a_CK.sign_().mul_(q_CK).sum(-1, keepdim=True)
-        a_CK.mul_(l1_C1).add_(q_CK.mul_(ce_C1 - l1_C1 * mean_C1))
-        a_CK.scatter_add_(1, self.slots.label_M[at].unsqueeze(-1), -ce_C1)
-
-    def _chain(self, dz_CK: Tensor, hidden_CH: Tensor, chunk: _Chunk, place_C: Tensor) -> None:
+    def _chain(
+        self,
+        dz_CK: Tensor,
+        hidden_CH: Tensor,
+        chunk: _Chunk,
+        place_C: Tensor,
+        sum_EK: Tensor,
+    ) -> None:
         """Carry a chunk's logit gradient on to hidden states, head and Markov code."""
         narrow_CK = dz_CK.to(self.hidden.dtype)
         if self.d_hidden is not None:
@@ -367,12 +375,11 @@ class _Walk:
             self.d_hidden.index_copy_(0, slots_C, narrow_CK @ self.head)
         if self.d_head is not None:
             _add_product(narrow_CK.T, hidden_CH, self.d_head)
-        if self.sum_EK is None:
+        if not self.by_position:
             self._chain_code(narrow_CK, chunk.slots)
             return
         del narrow_CK  # one such copy at a time is what `_Rows` counts
-        sum_EK = self.sum_EK[: chunk.places.stop - chunk.places.start].zero_()
-        _add_rows(sum_EK, place_C, dz_CK)
+        _add_rows(sum_EK.zero_(), place_C, dz_CK)
         self._chain_code(sum_EK.to(self.hidden.dtype), chunk.places)
 
     def _chain_code(self, dz: Tensor, at: slice) -> None:
@@ -392,14 +399,14 @@ def _add_product(a: Tensor, b: Tensor, out: Tensor) -> None:
         out.add_(a @ b)
 
 
-def _add_rows(out_QK: Tensor, place_C: Tensor, rows_CK: Tensor) -> None:
+def _add_rows(out_EK: Tensor, place_C: Tensor, rows_CK: Tensor) -> None:
     """out[place[c]] += rows[c], in a fixed order.
 
     On the CPU index_add walks its rows in order. Elsewhere it may add atomically, in any order, and
     a product with the 0/1 matrix of places costs next to nothing beside the others.
     """
-    if out_QK.device.type == "cpu":
-        out_QK.index_add_(0, place_C, rows_CK)
+    if out_EK.device.type == "cpu":
+        out_EK.index_add_(0, place_C, rows_CK)
         return
-    onehot_QC = place_C == torch.arange(len(out_QK), device=place_C.device).unsqueeze(-1)
-    out_QK.addmm_(onehot_QC.to(rows_CK.dtype), rows_CK)
+    onehot_EC = place_C == torch.arange(len(out_EK), device=place_C.device).unsqueeze(-1)
+    out_EK.addmm_(onehot_EC.to(rows_CK.dtype), rows_CK)

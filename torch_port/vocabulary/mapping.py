@@ -125,6 +125,7 @@ class DraftVocabMappingMixin(nn.Module):
                 "token: keep the installed map, or start a new draft"
             )
 
+    @torch.inference_mode(False)  # kept beyond the call
     def kept_target_ids(self) -> Tensor:
         """Return the target id of each draft id, int64 [K] (read on the host once per change).
 
@@ -144,6 +145,7 @@ class DraftVocabMappingMixin(nn.Module):
                 self._kept_ids = torch.arange(self.draft_vocab_size, device=device) + self.d2t
         return self._kept_ids
 
+    @torch.inference_mode(False)  # kept beyond the call
     def pruned_target_ids(self) -> Tensor:
         """Return the target ids that no draft id stands for, ascending, int64 [V − K]."""
         if self._pruned_ids is None:
@@ -156,6 +158,7 @@ class DraftVocabMappingMixin(nn.Module):
         """Where the derived tables live: with the draft's parameters."""
         return next(self.parameters()).device
 
+    @torch.inference_mode(False)  # kept beyond the call
     def draft_vocab_index(self) -> Tensor:
         """Return the draft id of each target id, int64 [V]; −100 where it was pruned."""
         kept = self.kept_target_ids()
@@ -164,6 +167,7 @@ class DraftVocabMappingMixin(nn.Module):
             self._index = index.scatter(0, kept, torch.arange(len(kept), device=kept.device))
         return self._index
 
+    @torch.inference_mode(False)  # kept beyond the call
     def draft_head(self, lm_head_VH: Tensor) -> Tensor:
         """Return U_K [K, H], the rows of the frozen target head that the draft keeps.
 
