@@ -228,7 +228,7 @@ def test_two_ranks_equal_one_process(tmp_path: Path, kind: str, collectives: int
 
 
 def test_evaluating_in_inference_mode_leaves_training_possible() -> None:
-    """Fault: rotary tables or head rows first made in inference mode, which autograd then refuses."""
+    """Fault: rotary tables or head rows first made in inference mode: autograd refuses them."""
     model, b, frozen = draft(), batch(), target()
     rotary_tables.cache_clear()
     with torch.inference_mode():
