@@ -35,6 +35,13 @@ class Batch:
         layout = lay_out(self.loss_mask, self.anchor_positions, self.block_keep_mask, block_size)
         return replace(self, layout=layout)
 
+    def first(self, rows: int) -> Batch:
+        """Return the first rows alone; a layout is found again."""
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        layout = values.pop("layout")
+        batch = Batch(**{name: None if x is None else x[:rows] for name, x in values.items()})
+        return batch if layout is None else batch.laid_out(layout.block_size)
+
     def with_layout(self, block_size: int) -> Batch:
         """Return the batch with a layout; found here, with a sync, if the loader did not.
 

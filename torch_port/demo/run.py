@@ -201,9 +201,9 @@ def _parity(
     The port imports no jax and never parity: they meet at files.
     """
     objective = objective_config(recipe).model_dump(exclude={"detach_confidence"})
-    heldout = _small(next(heldout_batches(prepared, recipe)))
+    heldout = next(heldout_batches(prepared, recipe)).first(PARITY_BATCH)
     steps = recipe.parity_steps
-    batches = [_small(batch) for batch in training_batches(prepared, recipe, steps)]
+    batches = [batch.first(PARITY_BATCH) for batch in training_batches(prepared, recipe, steps)]
     cases = directory / "parity"
     save_case(cases / "pruned-untrained", runs["pruned"].untrained, target, objective, [heldout])
     save_case(cases / "pruned-trained", runs["pruned"].trained, target, objective, [heldout])
@@ -253,14 +253,6 @@ def _parity_optimizer(recipe: Recipe, steps: int) -> dict[str, Any]:
         "warmup_steps": steps // 2,
         "total_steps": steps,
     }
-
-
-def _small(batch: Any) -> Any:
-    """Take the first samples of a batch."""
-    values = {
-        name: None if value is None else value[:PARITY_BATCH] for name, value in vars(batch).items()
-    }
-    return type(batch)(**values)
 
 
 def _corpus(prepared: Prepared) -> dict[str, Any]:
