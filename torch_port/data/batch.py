@@ -39,7 +39,8 @@ class Batch:
         """Return the first rows alone; a layout is found again."""
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         layout = values.pop("layout")
-        batch = Batch(**{name: None if x is None else x[:rows] for name, x in values.items()})
+        cut: dict[str, Any] = {n: None if x is None else x[:rows] for n, x in values.items()}
+        batch = Batch(**cut)
         return batch if layout is None else batch.laid_out(layout.block_size)
 
     def with_layout(self, block_size: int) -> Batch:
