@@ -1,6 +1,7 @@
 """How a step computes, as against what it computes: none of these settings moves a number.
 
-(In bf16 up to rounding: docs/precision.md.) Every choice has a slow, plain form beside the default; parity and the tests hold each pair equal.
+(In bf16 up to rounding: docs/precision.md.) Every choice has a slow, plain form beside the default;
+parity and the tests hold each pair equal.
 """
 
 from __future__ import annotations
