@@ -21,7 +21,7 @@ class ComputeConfig(Settings):
     `recompute`: what the backward pass computes again instead of keeping: "none", "mlp" (attention
     is kept, the feed-forward part is computed again) or "layer" (each layer whole).
     `objective_buffer_mib`: the fused objective's K-wide buffers all together, in MiB of 2²⁰ bytes.
-    Its products want a few hundred slots at a time, about 1.4 rows of K floats each: 32 MiB hold 350
+    Its products want a few hundred slots at a time, 1.4 rows of K floats each: 32 MiB hold 350
     at K = 16k; take 128 at K = 64k, 512 at 248k. Larger buffers are a little faster.
     """
 
