@@ -4,8 +4,8 @@ The dense form builds N·γ × (S + N·γ) scores, of which a block needs its co
 each block of anchor a works on one contiguous slice of keys: its own γ keys are written over
 context slots a … a+γ−1 of a copy, which no later block of the walk needs, because the walk goes
 down the anchors. A full-attention layer then needs no mask at all. Memory grows with S + N·γ.
-(Two, four or eight blocks at once, with a small mask, came out 8 % slower on two cores: fewer calls,
-but the scores leave the cache.)
+(Two, four or eight blocks at once, with a small mask, came out 8 % slower on two cores: there are
+fewer calls, but the scores leave the cache.)
 
 An NPU takes one fused call per few blocks instead: see `_Chunked`.
 
