@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torch_port.compute import ComputeConfig
 from torch_port.config import SLIDING, DraftConfig
+from torch_port.config_eagle3 import Eagle3Config
 from torch_port.device import rms_norm, rotary, swiglu
 from torch_port.layout import Layout
 from torch_port.models.attention import dense_mask, draft_attention, rotary_tables
@@ -33,6 +34,22 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last axis."""
         return rms_norm(x, self.weight, self.eps)
+
+
+def draw_weights(module: nn.Module, deviation: float, generator: torch.Generator) -> None:
+    """Draw a draft's weights for training from scratch (§5).
+
+    normal(0, deviation) for linear and embedding weights, ones for norms, zeros for biases;
+    reproducible from the generator alone.
+    """
+    with torch.no_grad():
+        for part in module.modules():
+            if isinstance(part, nn.Linear | nn.Embedding):
+                part.weight.normal_(0, deviation, generator=generator)
+            if isinstance(part, nn.Linear) and part.bias is not None:
+                part.bias.zero_()
+            if isinstance(part, RMSNorm):
+                part.weight.fill_(1)
 
 
 @dataclass(frozen=True)
@@ -87,7 +104,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """down(silu(gate(u)) ⊙ up(u))."""
 
-    def __init__(self, config: DraftConfig) -> None:
+    def __init__(self, config: DraftConfig | Eagle3Config) -> None:
         super().__init__()
         H, inner = config.hidden_size, config.intermediate_size
         self.gate_proj = nn.Linear(H, inner, bias=False)
