@@ -78,6 +78,9 @@ class _Derived:
     pruned_P: Tensor | None = None
     head: tuple[Tensor, Tensor] | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Give a copy of the draft nothing: it reads its own buffers, and copies no target head."""
+
 
 class DraftVocabMappingMixin(nn.Module):
     """Owns t2d and d2t for a draft: registration, installation, checks and the load path.
@@ -131,8 +134,10 @@ class DraftVocabMappingMixin(nn.Module):
         """Return the buffers to "not installed" (to the identity when K = V).
 
         Uninitialised memory looks installed: whoever materialises a draft from the meta device
-        calls this first. `to_empty` and `to` do.
+        calls this first. `to_empty` and `to` do. Nothing to do for a draft without buffers.
         """
+        if not self.has_vocab_buffers:
+            return
         self.t2d.fill_(not self.prunes_vocabulary)
         self.d2t.zero_()
         self._known_V = None
@@ -145,6 +150,13 @@ class DraftVocabMappingMixin(nn.Module):
         Raises UserError when the draft has no buffers, when the map is malformed, or when another
         map is installed already (its head rows would silently come to mean other tokens).
         """
+        self.check_new_map(t2d_V, d2t_K)
+        self.t2d.copy_(t2d_V)
+        self.d2t.copy_(d2t_K)
+        self.vocabulary_changed()
+
+    def check_new_map(self, t2d_V: Tensor, d2t_K: Tensor) -> None:
+        """Raise UserError where `install_vocab_mapping` would; nothing is changed."""
         if not self.has_vocab_buffers:
             raise UserError(
                 f"a vocabulary map was given, but draft_vocab_size is {self.draft_vocab_size}, all "
@@ -157,9 +169,6 @@ class DraftVocabMappingMixin(nn.Module):
             )
         check_map(t2d_V, d2t_K, self.vocab_size, self.draft_vocab_size)
         self._refuse_conflict(t2d_V)
-        self.t2d.copy_(t2d_V)
-        self.d2t.copy_(d2t_K)
-        self.vocabulary_changed()
 
     def vocabulary_changed(self) -> None:
         """Forget what was derived from the buffers and read them. Call after a broadcast.
@@ -177,10 +186,12 @@ class DraftVocabMappingMixin(nn.Module):
     def _refuse_conflict(self, t2d_V: Tensor) -> None:
         """Compare a map with the installed one, and with the one that was read last.
 
-        The two differ where a load wrote into the buffers themselves.
+        The two differ where a load wrote into the buffers themselves. All-False buffers are not
+        installed, whatever was read before.
         """
         held_V = self.t2d.cpu()
         if not bool(held_V.any()):
+            self._known_V = None
             return
         for installed_V in (held_V, self._known_V):
             if installed_V is not None and not torch.equal(installed_V, t2d_V.cpu()):
