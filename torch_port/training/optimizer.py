@@ -6,35 +6,12 @@ import math
 from collections.abc import Iterable
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from torch_port.config import Settings
 from torch_port.device import fused_adamw
+from torch_port.training.optimizer_config import OptimizerConfig
 
-
-class OptimizerConfig(Settings):
-    """AdamW's and the schedule's numbers; steps are optimizer steps."""
-
-    peak_rate: float = Field(gt=0)
-    final_rate: float = Field(default=0.0, ge=0)
-    warmup_steps: int = Field(ge=0)
-    total_steps: int = Field(ge=1)
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    max_grad_norm: float = Field(default=1.0, gt=0, allow_inf_nan=True)  # ∞ clips nothing
-
-    @model_validator(mode="after")
-    def _consistent(self) -> OptimizerConfig:
-        if self.warmup_steps >= self.total_steps:
-            raise ValueError(
-                f"warmup_steps ({self.warmup_steps}) must lie below total_steps "
-                f"({self.total_steps}), or the rate never comes down again"
-            )
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas must lie in 0 … 1 (1 excluded), not {list(self.betas)}")
-        return self
+__all__ = ["MasterAdamW", "OptimizerConfig", "decays", "rate_at"]
 
 
 def rate_at(step: int, config: OptimizerConfig) -> float:
