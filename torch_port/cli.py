@@ -71,6 +71,32 @@ def demo(
     raise typer.Exit(0 if agrees else 1)
 
 
+@app.command("plan")
+def plan_command(
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Settings to override, as a.b=c."),
+    ] = None,
+) -> None:
+    """Show a run's resolved settings and what every planning rule says of it; builds no model.
+
+    Files that the run names and that are not on disk yet are no error: the rules that need them
+    answer "unknown".
+
+    Exit status: 0, 1 when a rule rejects the run, 2 for a run file that cannot be read.
+
+    Example: torch-port plan examples/run.yaml optimizer.peak_rate=3e-4
+    """
+    from torch_port.planning import plan, read_facts, show_plan
+    from torch_port.run import load_run
+
+    run = load_run(run_file, overrides or [])
+    verdicts = plan(read_facts(run.config))
+    show_plan(run, verdicts, Console())
+    raise typer.Exit(1 if any(verdict.status == "reject" for verdict in verdicts) else 0)
+
+
 def main() -> None:
     """Run the command line; a user's error is one line on stderr and exit status 2."""
     # OpenMP's threads spin while they wait. Beside another busy process that made training 14 times
