@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxdraft import blocks
 from jaxdraft.config import SLIDING_ATTENTION, DraftConfig
+from jaxdraft.eagle3_config import Eagle3Config
 
 
 class Visibility(NamedTuple):
@@ -170,7 +171,7 @@ class RMSNorm(nn.Module):
 
 
 def linear(
-    config: DraftConfig, out: int, param_dtype: DTypeLike, *, bias: bool = False
+    config: DraftConfig | Eagle3Config, out: int, param_dtype: DTypeLike, *, bias: bool = False
 ) -> nn.Dense:
     """A linear layer, initialised from normal(0, `initializer_range`), its bias from zeros.
 
@@ -248,7 +249,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """down(silu(gate(u)) ⊙ up(u)) (sheet §5)."""
 
-    config: DraftConfig
+    config: DraftConfig | Eagle3Config
     param_dtype: DTypeLike
 
     def setup(self) -> None:

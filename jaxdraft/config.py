@@ -1,10 +1,19 @@
 """What a draft is (`DraftConfig`) and what it is trained for (`ObjectiveConfig`)."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+
+from jaxdraft.checks import (
+    as_tuple,
+    check_bool,
+    check_fields,
+    check_sizes,
+    check_target_layers,
+    is_int,
+    is_real,
+)
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
@@ -140,15 +149,15 @@ class DraftConfig:
                 and a remedy.
             NotBuilt: a value the schema allows and this specification does not cover.
         """
-        _check_fields("the draft config", mapping, _REQUIRED, _OPTIONAL)
+        check_fields("the draft config", mapping, _REQUIRED, _OPTIONAL)
         dflash = mapping["dflash_config"]
         if not isinstance(dflash, Mapping):
             raise ValueError(f"dflash_config: expected an object of draft fields, got {dflash!r}")
         heads = frozenset(_NO_HEADS)
         if dflash.get("projector_type") == DFLASH:
-            _check_fields("dflash_config", dflash, _DFLASH_REQUIRED, _DFLASH_OPTIONAL | heads)
+            check_fields("dflash_config", dflash, _DFLASH_REQUIRED, _DFLASH_OPTIONAL | heads)
         else:
-            _check_fields("dflash_config", dflash, _DFLASH_REQUIRED | heads, _DFLASH_OPTIONAL)
+            check_fields("dflash_config", dflash, _DFLASH_REQUIRED | heads, _DFLASH_OPTIONAL)
         _check_projector(dflash["projector_type"])
         _check_only_built(mapping, dflash["projector_type"])
         _check_attention_mode(mapping, dflash)
@@ -164,8 +173,8 @@ class DraftConfig:
             **own,
             "draft_vocab_size": mapping["vocab_size"] if requested is None else requested,
             "sliding_window": mapping.get("sliding_window"),
-            "layer_types": _as_tuple("layer_types", mapping["layer_types"]),
-            "target_layer_ids": _as_tuple("target_layer_ids", dflash["target_layer_ids"]),
+            "layer_types": as_tuple("layer_types", mapping["layer_types"]),
+            "target_layer_ids": as_tuple("target_layer_ids", dflash["target_layer_ids"]),
         }
         # JSON may hold any type: refuse by name before a DraftConfig with wrong types exists.
         _check_config(SimpleNamespace(**{"initializer_range": 0.02, **values}))
@@ -195,7 +204,7 @@ class ObjectiveConfig:
             if not (is_real(value) and value >= 0):
                 raise ValueError(f"{field}: expected a finite number >= 0, got {value!r}")
         check_decay(self.loss_decay_gamma)
-        _check_bool("detach_confidence", self.detach_confidence)
+        check_bool("detach_confidence", self.detach_confidence)
 
 
 def check_layout(config: DraftConfig, projector_type: str) -> None:
@@ -219,46 +228,12 @@ def check_layout(config: DraftConfig, projector_type: str) -> None:
         )
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def is_real(value: object) -> bool:
-    """Whether a setting is a finite number; booleans are none."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _check_bool(field: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{field}: expected true or false, got {value!r}")
-
-
 def check_decay(decay: float | int | None) -> None:
     """Refuse a `loss_decay_gamma` that is neither a positive number nor null (§3.6)."""
     if decay is not None and not (is_real(decay) and decay > 0):
         raise ValueError(
             f"loss_decay_gamma: expected a positive number, or null for no decay; got {decay!r}"
         )
-
-
-def _as_tuple(field: str, value: object) -> tuple[Any, ...]:
-    if not isinstance(value, list | tuple):
-        raise ValueError(f"{field}: expected a list, got {value!r}")
-    return tuple(value)
-
-
-def _check_fields(
-    where: str, mapping: Mapping[str, Any], required: frozenset[str], optional: frozenset[str]
-) -> None:
-    unknown = {field: mapping[field] for field in sorted(set(mapping) - required - optional)}
-    if unknown:
-        raise ValueError(
-            f"{where} has unknown fields {unknown!r}: remove them (known: "
-            f"{', '.join(sorted(required | optional))})"
-        )
-    missing = sorted(required - set(mapping))
-    if missing:
-        raise ValueError(f"{where} lacks {', '.join(missing)}: add them")
 
 
 def _check_projector(projector_type: object) -> None:
@@ -303,40 +278,18 @@ def _check_attention_mode(mapping: Mapping[str, Any], dflash: Mapping[str, Any])
 
 def _check_config(config: "DraftConfig | SimpleNamespace") -> None:
     _check_projector(config.projector_type)
-    _check_sizes(config)
+    check_sizes(config, _COUNTS)
+    _check_block(config)
     _check_layers(config)
-    _check_target_layers(config)
+    check_target_layers(config)
     _check_heads(config)
 
 
-def _check_sizes(config: DraftConfig | SimpleNamespace) -> None:
-    for field in _COUNTS:
-        value = getattr(config, field)
-        if not _is_int(value) or value < 1:
-            raise ValueError(f"{field}: expected a whole number >= 1, got {value!r}")
-    K, V = config.draft_vocab_size, config.vocab_size
-    if not _is_int(K) or not 1 <= K <= V:
-        raise ValueError(
-            f"draft_vocab_size: expected a whole number from 1 to vocab_size = {V}, got {K!r}; "
-            "leave it out (or null) for an unpruned draft"
-        )
+def _check_block(config: DraftConfig | SimpleNamespace) -> None:
     if config.projector_type == DFLASH and config.block_size < 2:
         raise ValueError(
             "block_size = 1 leaves projector_type 'dflash' nothing to predict: γ inputs give γ−1 "
             "predictions; choose 2 or more"
-        )
-    for field in ("rms_norm_eps", "rope_theta", "initializer_range"):
-        value = getattr(config, field)
-        if not is_real(value) or value <= 0:
-            raise ValueError(f"{field}: expected a positive number, got {value!r}")
-    if config.head_dim % 2:
-        raise ValueError(
-            f"head_dim: the rotary embedding needs an even number, got {config.head_dim}"
-        )
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise ValueError(
-            f"num_key_value_heads = {config.num_key_value_heads} does not divide "
-            f"num_attention_heads = {config.num_attention_heads}: choose a divisor"
         )
 
 
@@ -353,7 +306,7 @@ def _check_layers(config: DraftConfig | SimpleNamespace) -> None:
             f"{config.num_hidden_layers}: name each layer once"
         )
     window = config.sliding_window
-    if window is not None and (not _is_int(window) or window < 1):
+    if window is not None and (not is_int(window) or window < 1):
         raise ValueError(f"sliding_window: expected a whole number >= 1 or null, got {window!r}")
     if window is None and SLIDING_ATTENTION in config.layer_types:
         raise ValueError(
@@ -361,27 +314,11 @@ def _check_layers(config: DraftConfig | SimpleNamespace) -> None:
         )
 
 
-def _check_target_layers(config: DraftConfig | SimpleNamespace) -> None:
-    ids, last = config.target_layer_ids, config.num_target_layers - 1
-    if not ids or not all(_is_int(i) and 0 <= i <= last for i in ids):
-        raise ValueError(
-            f"target_layer_ids: expected layers from 0 to {last - 1} (num_target_layers = "
-            f"{last + 1}, the last one excluded), got {list(ids)!r}"
-        )
-    if last in ids:
-        raise ValueError(
-            f"target_layer_ids holds {last}, the target's last layer, whose states come back "
-            f"normalised: choose layers up to {last - 1}"
-        )
-    if len(set(ids)) != len(ids):
-        raise ValueError(f"target_layer_ids has duplicates: {list(ids)!r}; name each layer once")
-
-
 def _check_heads(config: DraftConfig | SimpleNamespace) -> None:
     V, mask, rank = config.vocab_size, config.mask_token_id, config.markov_rank
-    if not _is_int(mask) or not 0 <= mask < V:
+    if not is_int(mask) or not 0 <= mask < V:
         raise ValueError(f"mask_token_id: expected an id from 0 to {V - 1}, got {mask!r}")
-    if not _is_int(rank) or rank < 0:
+    if not is_int(rank) or rank < 0:
         raise ValueError(f"markov_rank: expected a whole number >= 0, got {rank!r}")
     if config.markov_head_type not in (*MARKOV_HEAD_TYPES, "none"):
         raise NotBuilt(f"markov_head_type = {config.markov_head_type!r} is not built")
@@ -390,8 +327,8 @@ def _check_heads(config: DraftConfig | SimpleNamespace) -> None:
             f"markov_rank = {rank} contradicts markov_head_type = {config.markov_head_type!r}: "
             "'none' has rank 0 and every other type a rank above 0"
         )
-    _check_bool("enable_confidence_head", config.enable_confidence_head)
-    _check_bool("confidence_head_with_markov", config.confidence_head_with_markov)
+    check_bool("enable_confidence_head", config.enable_confidence_head)
+    check_bool("confidence_head_with_markov", config.confidence_head_with_markov)
     if config.confidence_head_with_markov and not (config.enable_confidence_head and rank):
         raise ValueError(
             "confidence_head_with_markov is true, which needs enable_confidence_head = true and "

@@ -19,7 +19,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jaxdraft.config import is_real
+from jaxdraft.checks import is_real
 from jaxdraft.drafting import (
     Drafter,
     Proposals,

@@ -16,7 +16,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxdraft import blocks, dpace
 from jaxdraft.backbone import Backbone
-from jaxdraft.config import DFLASH, DraftConfig, check_decay, check_layout, is_real
+from jaxdraft.checks import is_real
+from jaxdraft.config import DFLASH, DraftConfig, check_decay, check_layout
 from jaxdraft.draft import DraftOutput
 from jaxdraft.evaluate import (
     Batch,

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxdraft import blocks, teacher
 from jaxdraft.config import DraftConfig, ObjectiveConfig
 from jaxdraft.draft import DraftOutput, DSparkDraft
+from jaxdraft.eagle3_config import Eagle3Config
 from jaxdraft.metrics import Pair, Slots, metric_pairs
 from jaxdraft.objective import (
     Coefficients,
@@ -315,7 +316,9 @@ def gradients(
     return result, grads
 
 
-def fitting_map(config: DraftConfig, vocabulary: VocabularyMap | None) -> VocabularyMap:
+def fitting_map(
+    config: DraftConfig | Eagle3Config, vocabulary: VocabularyMap | None
+) -> VocabularyMap:
     """The map to use: the given one if it fits the config, the identity for an unpruned draft.
 
     Args:

@@ -14,7 +14,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxdraft.blocks import draw_padded_anchors
-from jaxdraft.config import DraftConfig, ObjectiveConfig, is_real
+from jaxdraft.checks import is_real
+from jaxdraft.config import DraftConfig, ObjectiveConfig
 from jaxdraft.evaluate import Batch, Evaluation, Target, loss_and_evaluation, working_dtype
 from jaxdraft.objective import check_supervision, coefficients
 from jaxdraft.vocabulary import VocabularyMap
