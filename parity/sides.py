@@ -54,17 +54,15 @@ def run_port(case: Case, dtype: str, answer: Callable[[Case, str], Answer] | Non
 def _port_answer(case: Case, dtype: str) -> Answer:
     import torch
 
-    from torch_port.config import ObjectiveConfig
-    from torch_port.objective.evaluate import batch_denominators, forward_batch
-    from torch_port.objective.loss import check_denominators, reduce_denominators
+    from torch_port.objective.families import family_of
 
     draft, target = port_draft(case, dtype)
-    objective = ObjectiveConfig(**case.objective)
-    batch = port_batch(case.group("batch"), dtype)
-    local = batch_denominators(draft, batch, objective)
-    denominators = reduce_denominators(local, draft.prunes_vocabulary)
-    check_denominators(denominators.den.item(), denominators.ce_den.item(), objective)
-    outcome = forward_batch(draft, batch, target, objective, denominators)
+    objective = port_objective(case, draft)
+    family = family_of(draft, objective)
+    batch = family.prepare(draft, port_batch(case.group("batch"), dtype), target)
+    denominators = family.reduce(draft, family.denominators(draft, batch, objective))
+    family.check(denominators.den.item(), denominators.ce_den.item(), objective)
+    outcome = family.forward(draft, batch, target, objective, denominators)
     loss = outcome.loss
     assert loss is not None  # denominators were given
     torch.autograd.backward(loss)
@@ -97,9 +95,11 @@ def port_draft(case: Case, dtype: str) -> tuple[Any, Any]:
 
     from torch_port.compute import ComputeConfig
     from torch_port.config import DraftConfig
-    from torch_port.models.dspark import DSparkDraft, FrozenTarget
+    from torch_port.models.block_draft import FrozenTarget
+    from torch_port.objective.families import FAMILIES
 
-    draft = DSparkDraft(DraftConfig.from_hf(case.config), ComputeConfig(**case.compute))
+    config = DraftConfig.from_hf(case.config)
+    draft: Any = FAMILIES[config.projector_type].draft(config, ComputeConfig(**case.compute))
     weights = {name: torch.from_numpy(value) for name, value in case.group("weights").items()}
     draft.load_state_dict(weights)
     draft.to(getattr(torch, dtype))
@@ -108,6 +108,13 @@ def port_draft(case: Case, dtype: str) -> tuple[Any, Any]:
         torch.from_numpy(frozen["embed_tokens.weight"]), torch.from_numpy(frozen["lm_head.weight"])
     )
     return draft, target
+
+
+def port_objective(case: Case, draft: Any) -> Any:
+    """Read a case's objective as the draft's family has it."""
+    from torch_port.objective.families import FAMILIES
+
+    return FAMILIES[draft.algorithm].objective(**case.objective)
 
 
 def port_batch(arrays: dict[str, Array], dtype: str) -> Any:

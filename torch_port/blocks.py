@@ -1,4 +1,4 @@
-"""Labels, masks and weights of a batch's draft blocks (spec sheet §3, anchor-first layout).
+"""Labels, masks and weights of a batch's draft blocks (spec sheet §3, §12), in both layouts.
 
 Shape suffixes: B batch, S sequence, N blocks (anchors), G slots of a block (γ).
 Index arithmetic on the device, without boolean indexing and without a sync; anchors are drawn on
@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_port.config import ANCHOR_FIRST, BONUS_ANCHOR, BlockLayout
+
 
 @dataclass(frozen=True)
 class Blocks:
@@ -20,10 +22,10 @@ class Blocks:
 
     position: Tensor  # rotary position a + k of slot k
     input_ids: Tensor  # x[a], then mask tokens
-    label: Tensor  # target id x[a+1+k]; a harmless id where `evaluated` is False
+    label: Tensor  # target id x[a+1+k] or x[a+k]; a harmless id where `evaluated` is False
     label_is_kept: Tensor  # bool: the label has a draft id
     label_draft_id: Tensor  # the label's draft id; 0 where it was pruned
-    previous: Tensor  # target id before slot k: x[a], then the labels
+    previous: Tensor  # target id before slot k's label; of slot 0 x[a]
     teacher_position: Tensor  # where in the sequence the teacher of slot k stands
     evaluated: Tensor  # bool, the evaluation mask M
 
@@ -37,11 +39,12 @@ def make_blocks(
     block_size: int,
     mask_token_id: int,
     draft_index_V: Tensor,
+    block_layout: BlockLayout = ANCHOR_FIRST,
 ) -> Blocks:
     """Lay out the blocks of a batch (§3.2 to §3.5).
 
     Arguments: the batch's ids, loss mask, anchors and keep mask; γ; the mask token; the draft id
-    of each target id (−100 where pruned).
+    of each target id (−100 where pruned); where the slots predict.
     Returns a `Blocks`. Ids at positions that do not count may be anything, −1 or V included
     (padding conventions differ): they are clamped into [0, V) before they index a table.
     """
@@ -50,7 +53,9 @@ def make_blocks(
     slot_G = torch.arange(block_size, device=anchors_BN.device)
     keep_BN1 = keep_BN.unsqueeze(-1)
     position_BNG = anchors_BN.unsqueeze(-1) + slot_G
-    safe_BNG = torch.where(keep_BN1, (position_BNG + 1).clamp(max=S - 1), 0)
+    safe_BNG = torch.where(
+        keep_BN1, (position_BNG + label_offset(block_layout)).clamp(max=S - 1), 0
+    )
     legal_BS = input_ids_BS.clamp(0, V - 1)
 
     def at(values_BS: Tensor, index: Tensor) -> Tensor:
@@ -68,31 +73,50 @@ def make_blocks(
         label_draft_id=draft_id_BNG.clamp(min=0),
         previous=torch.cat([first_BN1, label_BNG[..., :-1]], dim=-1),
         teacher_position=(safe_BNG - 1).clamp(min=0),
-        evaluated=evaluation_mask(loss_mask_BS, anchors_BN, keep_BN, block_size),
+        evaluated=evaluation_mask(loss_mask_BS, anchors_BN, keep_BN, block_size, block_layout),
     )
 
 
+def label_offset(block_layout: BlockLayout) -> int:
+    """Return how far slot 0's label stands after the anchor: 1 anchor-first, 0 bonus-anchor."""
+    return 0 if block_layout == BONUS_ANCHOR else 1
+
+
 def evaluation_mask(
-    loss_mask_BS: Tensor, anchors_BN: Tensor, keep_BN: Tensor, block_size: int
+    loss_mask_BS: Tensor,
+    anchors_BN: Tensor,
+    keep_BN: Tensor,
+    block_size: int,
+    block_layout: BlockLayout = ANCHOR_FIRST,
 ) -> Tensor:
-    """Return M, bool [B, N, G]: label in range, supervised, block kept; prefix product (§3.3)."""
+    """Return M, bool [B, N, G]: label in range, supervised, block kept.
+
+    Anchor-first: then the prefix product, one unsupervised label ends the block (§3.3).
+    Bonus-anchor: each label stands for itself, and slot 0, the anchor, for none (§12).
+    """
     S = loss_mask_BS.shape[1]
     slot_G = torch.arange(block_size, device=anchors_BN.device)
-    label_at_BNG = anchors_BN.unsqueeze(-1) + 1 + slot_G
+    label_at_BNG = anchors_BN.unsqueeze(-1) + label_offset(block_layout) + slot_G
     safe_BNG = label_at_BNG.clamp(max=S - 1)
     mask_BNG = loss_mask_BS.gather(1, safe_BNG.flatten(1)).view(safe_BNG.shape)
     valid_BNG = (label_at_BNG < S) & (mask_BNG > 0.5) & keep_BN.unsqueeze(-1)
+    if block_layout == BONUS_ANCHOR:
+        return valid_BNG & (slot_G > 0)
     return valid_BNG.to(torch.int32).cumprod(-1) > 0
 
 
-def slot_weights(evaluated_BNG: Tensor, decay: float | None, dtype: torch.dtype) -> Tensor:
-    """Return w = M · exp(−k/decay), k from 0; no decay when `decay` is None (§3.6, paper §3.3).
+def slot_weights(
+    evaluated_BNG: Tensor, decay: float | None, dtype: torch.dtype, first_slot: int = 0
+) -> Tensor:
+    """Return w = M · exp(−max(k − first, 0)/decay); no decay when `decay` is None.
 
+    `first_slot` is the first one that predicts: 0 anchor-first (§3.6, paper §3.3), 1 bonus-anchor.
     The exponentials are computed on the host in float64 and rounded once, so that no float64
     reaches the device.
     """
     weights = evaluated_BNG.to(dtype)
     if decay is None:
         return weights
-    slots = np.exp(-np.arange(evaluated_BNG.shape[-1]) / decay)
+    later = np.maximum(np.arange(evaluated_BNG.shape[-1]) - first_slot, 0)
+    slots = np.exp(-later / decay)
     return weights * torch.tensor(slots.tolist(), dtype=dtype, device=weights.device)

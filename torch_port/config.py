@@ -18,10 +18,25 @@ FULL: LayerType = "full_attention"
 SLIDING: LayerType = "sliding_attention"
 HEAD_TYPES = ("vanilla", "gated", "rnn")
 
+# Where the slots of a block predict (spec sheet §3): slot k predicts x[a+1+k], or x[a+k].
+BlockLayout = Literal["anchor-first", "bonus-anchor"]
+ANCHOR_FIRST: BlockLayout = "anchor-first"
+BONUS_ANCHOR: BlockLayout = "bonus-anchor"
+# By projector_type. A draft read in the other layout looks fine in every loss and is rejected
+# almost always by the target.
+_LAYOUTS: dict[str, BlockLayout] = {"dspark": ANCHOR_FIRST, "dflash": BONUS_ANCHOR}
+_ARCHITECTURES = {"dspark": "DSparkDraftModel", "dflash": "DFlashDraftModel"}
+# What a draft without heads says of them, where it says anything.
+_NO_HEADS = {
+    "markov_rank": 0,
+    "markov_head_type": "none",
+    "enable_confidence_head": False,
+    "confidence_head_with_markov": False,
+}
+
 # Fields of the hf schema with one value that this family supports; any other value is refused.
 _FIXED = {
     "model_type": ("qwen3",),
-    "architectures": (["DSparkDraftModel"],),
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "tie_word_embeddings": (False,),
@@ -78,12 +93,15 @@ class Settings(BaseModel):
 
 
 class DraftConfig(Settings):
-    """Sizes and options of one DSpark draft (anchor-first layout), flat and checked.
+    """Sizes and options of one DSpark or DFlash draft, flat and checked.
 
-    `draft_vocab_size` is K, already resolved; `markov_head_type` is "none" exactly when
-    `markov_rank` is 0. Source: spec sheet §1, §5, §6; contracts §4 for the file's schema.
+    `projector_type` says which, and with it the layout of the blocks: a DFlash draft has no heads,
+    and γ inputs give it γ − 1 predictions. `draft_vocab_size` is K, already resolved;
+    `markov_head_type` is "none" exactly when `markov_rank` is 0. Source: spec sheet §1, §3, §5, §6;
+    contracts §4 for the file's schema.
     """
 
+    projector_type: Literal["dspark", "dflash"] = "dspark"
     vocab_size: int = Field(ge=1)
     draft_vocab_size: int
     hidden_size: int = Field(ge=1)
@@ -111,6 +129,16 @@ class DraftConfig(Settings):
         """True when the draft predicts fewer ids than the target has (K < V)."""
         return self.draft_vocab_size < self.vocab_size
 
+    @property
+    def block_layout(self) -> BlockLayout:
+        """Where the slots of a block predict (§3): part of the checkpoint's contract."""
+        return _LAYOUTS[self.projector_type]
+
+    @property
+    def predictions(self) -> int:
+        """How many slots of a block are trained and proposed: γ, or γ − 1 after a bonus anchor."""
+        return self.block_size - (self.block_layout == BONUS_ANCHOR)
+
     @model_validator(mode="after")
     def _consistent(self) -> DraftConfig:
         check_draft_vocab_size(self.draft_vocab_size, self.vocab_size)
@@ -122,7 +150,18 @@ class DraftConfig(Settings):
     def _rules(self) -> list[tuple[bool, str]]:
         markov = self.markov_rank > 0
         layers = target_layer_problem(self.target_layer_ids, self.num_target_layers)
+        headless = self.projector_type == "dflash"
         return [
+            (
+                headless and any(getattr(self, name) != x for name, x in _NO_HEADS.items()),
+                "a dflash draft has no Markov head and no confidence head; set markov_rank to 0 "
+                "and enable_confidence_head to false, or leave them out",
+            ),
+            (
+                self.predictions < 1,
+                f"block_size {self.block_size} leaves a dflash draft no slot to predict, as slot 0 "
+                "holds the anchor; use 2 or more",
+            ),
             (
                 self.num_attention_heads % self.num_key_value_heads != 0,
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
@@ -181,6 +220,8 @@ class DraftConfig(Settings):
                 f"attention_mode {mode!r} does not go with {heads} heads and {kv_heads} kv heads; "
                 "use 'gqa', or 'mha' with equal numbers"
             )
+        if flat["projector_type"] == "dflash":
+            flat = _NO_HEADS | flat
         if flat.get("markov_rank") == 0:
             flat["markov_head_type"] = "none"
         if type(flat.get("vocab_size")) is int:  # anything else is refused below, by name
@@ -194,24 +235,17 @@ class DraftConfig(Settings):
 
     def to_hf(self) -> dict[str, Any]:
         """Write the config in the field's schema; `from_hf` of it gives an equal config."""
-        nested = (
-            "target_layer_ids",
-            "mask_token_id",
-            "markov_rank",
-            "markov_head_type",
-            "enable_confidence_head",
-            "confidence_head_with_markov",
-        )
         values = self.model_dump(mode="json")
+        nested = ("target_layer_ids", "mask_token_id", *_NO_HEADS, "projector_type")
         inner = {name: values.pop(name) for name in nested}
-        if self.markov_rank == 0:
+        if self.projector_type == "dflash":
+            inner = {name: value for name, value in inner.items() if name not in _NO_HEADS}
+        elif self.markov_rank == 0:
             inner["markov_head_type"] = "vanilla"  # the schema has no "none": rank 0 says it
         mode = "mha" if self.num_attention_heads == self.num_key_value_heads else "gqa"
-        fixed = {name: allowed[0] for name, allowed in _FIXED.items()}
-        return fixed | values | {"dflash_config": inner | _LAYOUT | {"attention_mode": mode}}
-
-
-_LAYOUT = {"projector_type": "dspark"}
+        fixed: dict[str, Any] = {"architectures": [_ARCHITECTURES[self.projector_type]]}
+        fixed |= {name: allowed[0] for name, allowed in _FIXED.items()}
+        return fixed | values | {"dflash_config": inner | {"attention_mode": mode}}
 
 
 def target_layer_problem(ids: Sequence[int], num_layers: int) -> str | None:
@@ -239,16 +273,23 @@ def target_layer_problem(ids: Sequence[int], num_layers: int) -> str | None:
 
 def _refuse_not_built(flat: dict[str, Any]) -> None:
     """Take the fields with a single supported value out of `flat`, or say what is not built."""
-    projector = flat.pop("projector_type", None)
-    if projector != "dspark":
+    projector = flat.get("projector_type")
+    if not isinstance(projector, str) or projector not in _LAYOUTS:
         raise NotBuiltError(
-            f"projector_type {projector!r} is not built; 'dspark' (anchor-first) is"
+            f"projector_type {projector!r} is not built; 'dspark' (anchor-first) and 'dflash' "
+            "(bonus-anchor) are"
+        )
+    named = flat.pop("architectures", [_ARCHITECTURES[projector]])
+    if named != [_ARCHITECTURES[projector]]:
+        raise NotBuiltError(
+            f"architectures {named!r} is not built with projector_type {projector!r}; "
+            f"[{_ARCHITECTURES[projector]!r}] is"
         )
     for name, allowed in _FIXED.items():
         value = flat.pop(name, allowed[0])
         if value not in allowed:
             raise NotBuiltError(f"{name} {value!r} is not built; {allowed[0]!r} is")
-    head = flat.get("markov_head_type")
+    head = flat.get("markov_head_type", "vanilla" if projector == "dflash" else None)
     if head not in HEAD_TYPES:  # whatever the rank: a type that is not known is not skipped
         raise NotBuiltError(f"markov_head_type {head!r} is not built; {', '.join(HEAD_TYPES)} are")
     layer_types = flat.get("layer_types")
@@ -269,3 +310,37 @@ class ObjectiveConfig(Settings):
     confidence_alpha: float = Field(default=1.0, ge=0)
     loss_decay_gamma: float | None = Field(default=None, gt=0)
     detach_confidence: bool = False
+
+    @property
+    def reads_labels(self) -> bool:
+        """Whether the loss has a cross entropy, which a step without a kept label cannot give."""
+        return self.ce_alpha > 0
+
+
+class DFlashObjectiveConfig(Settings):
+    """What weighs a DFlash draft's cross entropy along the block. Source: spec sheet §12.
+
+    `loss_decay_gamma`: exp(−(k−1)/it) at slot k; null means no decay. `dpace` replaces the decay by
+    weights read off the draft's own probabilities: "cumulative", "continuation", or their product
+    "both"; `beta` is how much of each probability is taken as 1.
+    """
+
+    loss_decay_gamma: float | None = Field(default=None, gt=0)
+    dpace: Literal["cumulative", "continuation", "both"] | None = None
+    beta: float = Field(default=0.5, gt=0, le=1)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DFlashObjectiveConfig:
+        if self.dpace is not None and self.loss_decay_gamma is not None:
+            raise ValueError(
+                f"dpace {self.dpace!r} replaces the decay; leave out loss_decay_gamma "
+                f"({self.loss_decay_gamma}), or dpace"
+            )
+        if self.dpace is None and self.beta != 0.5:
+            raise ValueError(f"beta ({self.beta}) is read by dpace alone; set dpace too")
+        return self
+
+    @property
+    def reads_labels(self) -> bool:
+        """True: the loss is a cross entropy and nothing else."""
+        return True

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
+from torch import nn
 
-from torch_port.config import ObjectiveConfig
+from torch_port.config import Settings
 from torch_port.data.batch import Batch
 from torch_port.errors import UserError
-from torch_port.models.dspark import DSparkDraft, FrozenTarget
-from torch_port.objective.evaluate import batch_denominators, forward_batch
-from torch_port.objective.loss import (
-    Denominators,
-    Numerators,
-    assemble_loss,
-    check_denominators,
-)
+from torch_port.models.block_draft import FrozenTarget
+from torch_port.objective.families import family_of
 from torch_port.objective.metrics import Pair, add_pairs, ratios
 
 
 @torch.no_grad()
 def evaluate(
-    draft: DSparkDraft, batches: Iterable[Batch], target: FrozenTarget, objective: ObjectiveConfig
+    draft: nn.Module, batches: Iterable[Batch], target: FrozenTarget, objective: Settings
 ) -> dict[str, float | list[float]]:
     """Return the loss and every metric of §9 over all batches taken as one, on this process.
 
@@ -30,26 +26,17 @@ def evaluate(
     not weigh the same.
     Raises UserError when no batch was given, and §8's errors.
     """
+    family = family_of(draft, objective)
     pairs: dict[str, Pair] = {}
-    sums: list[torch.Tensor] = []
+    numerators: list[Any] = []
     local: list[torch.Tensor] = []
     for batch in batches:
-        outcome = forward_batch(draft, batch, target, objective)
+        prepared = family.prepare(draft, batch, target)
+        outcome = family.forward(draft, prepared, target, objective)
         pairs = add_pairs(pairs, outcome.metrics)
-        n = outcome.numerators
-        sums.append(torch.stack([n.ce, n.l1, n.confidence]))
-        local.append(batch_denominators(draft, batch, objective))
-    if not sums:
+        numerators.append(outcome.numerators)
+        local.append(family.denominators(draft, prepared, objective))
+    if not numerators:
         raise UserError("nothing to evaluate: no batch was given; prepare held-out samples")
-    den, ce_den = torch.stack(local).sum(0)
-    denominators = Denominators(den, ce_den if draft.prunes_vocabulary else den)
-    check_denominators(denominators.den.item(), denominators.ce_den.item(), objective)
-    ce, l1, confidence = torch.stack(sums).sum(0)
-    loss = assemble_loss(
-        Numerators(ce, l1, confidence),
-        denominators,
-        objective,
-        prunes=draft.prunes_vocabulary,
-        ranks=1,
-    )
+    loss = family.whole_loss(draft, numerators, torch.stack(local).sum(0), objective)
     return {"loss": loss.item(), **ratios(pairs)}

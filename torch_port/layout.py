@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_port.blocks import evaluation_mask
+from torch_port.blocks import evaluation_mask, label_offset
+from torch_port.config import ANCHOR_FIRST, BlockLayout
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,8 @@ class Layout:
     """The evaluated slots of a batch sorted by teacher position, and its blocks sorted by anchor.
 
     A position t of row b is written b·S + t; slot k of block n is (b·N + n)·G + k. A slot's teacher
-    state and its previous token both stand at a + k, so what depends on the position alone is
-    computed once for all slots that share it.
+    state and its previous token both stand before its label, at a + k (bonus-anchor: a + k − 1), so
+    what depends on the position alone is computed once for all slots that share it.
     """
 
     block_size: int
@@ -36,6 +37,7 @@ class Layout:
     visits: tuple[tuple[tuple[int, int], ...], ...]  # host: per row, kept (anchor, block) ascending
     visit_anchors_X: Tensor  # the anchors of `visits`, all rows one after another
     visit_queries_XG: Tensor  # the slots of those blocks, counted within their row
+    block_layout: BlockLayout = ANCHOR_FIRST
 
     def row(self, row: int) -> tuple[tuple[tuple[int, int], ...], Tensor]:
         """Return a row's (visits; slots of their blocks [X, G])."""
@@ -54,20 +56,28 @@ class Layout:
             self.visits,
             self.visit_anchors_X.to(device),
             self.visit_queries_XG.to(device),
+            self.block_layout,
         )
 
 
-def lay_out(loss_mask_BS: Tensor, anchors_BN: Tensor, keep_BN: Tensor, block_size: int) -> Layout:
+def lay_out(
+    loss_mask_BS: Tensor,
+    anchors_BN: Tensor,
+    keep_BN: Tensor,
+    block_size: int,
+    block_layout: BlockLayout = ANCHOR_FIRST,
+) -> Layout:
     """Find a batch's layout from its loss mask, anchors and keep mask.
 
     Meant for host tensors, in the loader; tensors on a device are copied, which costs a sync.
     Returns a `Layout` on the host.
     """
     mask, anchors, keep = loss_mask_BS.cpu(), anchors_BN.cpu(), keep_BN.cpu()
-    evaluated = evaluation_mask(mask, anchors, keep, block_size).numpy()
+    evaluated = evaluation_mask(mask, anchors, keep, block_size, block_layout).numpy()
     B, S = mask.shape
     row_B11 = np.arange(B)[:, None, None]
-    position_BNG = row_B11 * S + anchors.numpy()[:, :, None] + np.arange(block_size)
+    before_label = np.arange(block_size) + label_offset(block_layout) - 1
+    position_BNG = row_B11 * S + anchors.numpy()[:, :, None] + before_label
     slots = np.flatnonzero(evaluated)
     position_M = position_BNG.reshape(-1)[slots]
     order = np.argsort(position_M, kind="stable")
@@ -86,4 +96,5 @@ def lay_out(loss_mask_BS: Tensor, anchors_BN: Tensor, keep_BN: Tensor, block_siz
         visits=visits,
         visit_anchors_X=torch.from_numpy(flat[:, 0].copy()),
         visit_queries_XG=torch.from_numpy(flat[:, 1:] * block_size + np.arange(block_size)),
+        block_layout=block_layout,
     )

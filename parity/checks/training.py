@@ -11,7 +11,15 @@ import numpy as np
 from parity.cases import Array, Case
 from parity.compare import relative_error
 from parity.names import to_torch
-from parity.sides import Answer, port_batch, port_draft, setup_jax, spec_batch, spec_draft
+from parity.sides import (
+    Answer,
+    port_batch,
+    port_draft,
+    port_objective,
+    setup_jax,
+    spec_batch,
+    spec_draft,
+)
 
 # Per step and dtype: the largest relative error of a loss, and of any parameter tensor.
 # float64: gradients agree to 1e-14 or so of a tensor's maximum; AdamW divides by sqrt(v) + 1e-8, so
@@ -91,14 +99,13 @@ def step_batches(case: Case) -> list[dict[str, Array]]:
 def _port_run(
     case: Case, batches: list[dict[str, Array]], dtype: str
 ) -> Iterator[tuple[float, dict[str, Array]]]:
-    from torch_port.config import ObjectiveConfig
     from torch_port.training.optimizer import MasterAdamW, OptimizerConfig
     from torch_port.training.step import training_step
 
     numbers = dict(case.extra["optimizer"])
     betas = (numbers.pop("beta1"), numbers.pop("beta2"))
     draft, target = port_draft(case, dtype)
-    objective = ObjectiveConfig(**case.objective)
+    objective = port_objective(case, draft)
     optimizer = MasterAdamW(draft.named_parameters(), OptimizerConfig(betas=betas, **numbers))
     for step, arrays in enumerate(batches, start=1):
         report = training_step(

@@ -39,7 +39,9 @@ def test_round_trip_through_the_field_schema() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"projector_type": "dflash"}, "projector_type 'dflash'"),
+        ({"projector_type": "medusa"}, "projector_type 'medusa'"),
+        ({"projector_type": "dflash"}, "DSparkDraftModel"),
+        ({"architectures": ["DFlashDraftModel"]}, "DFlashDraftModel"),
         ({"markov_head_type": "lstm"}, "markov_head_type 'lstm'"),
         ({"markov_head_type": "lstm", "markov_rank": 0}, "markov_head_type 'lstm'"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_port.anchors import draw_anchors
+from torch_port.config import ANCHOR_FIRST, BlockLayout
 from torch_port.errors import UserError
 from torch_port.layout import Layout, lay_out
 
@@ -30,10 +31,10 @@ class Batch:
     target_log_normalizer: Tensor | None = None
     layout: Layout | None = None  # found on the host by `laid_out`; else each step asks for it
 
-    def laid_out(self, block_size: int) -> Batch:
+    def laid_out(self, block_size: int, block_layout: BlockLayout = ANCHOR_FIRST) -> Batch:
         """Return the batch with its layout for γ = `block_size`. Call on the host, before `to`."""
-        layout = lay_out(self.loss_mask, self.anchor_positions, self.block_keep_mask, block_size)
-        return replace(self, layout=layout)
+        where = self.loss_mask, self.anchor_positions, self.block_keep_mask
+        return replace(self, layout=lay_out(*where, block_size, block_layout))
 
     def first(self, rows: int) -> Batch:
         """Return the first rows alone; a layout is found again."""
@@ -41,21 +42,28 @@ class Batch:
         layout = values.pop("layout")
         cut: dict[str, Any] = {n: None if x is None else x[:rows] for n, x in values.items()}
         batch = Batch(**cut)
-        return batch if layout is None else batch.laid_out(layout.block_size)
+        if layout is None:
+            return batch
+        return batch.laid_out(layout.block_size, layout.block_layout)
 
-    def with_layout(self, block_size: int) -> Batch:
+    def with_layout(self, block_size: int, block_layout: BlockLayout = ANCHOR_FIRST) -> Batch:
         """Return the batch with a layout; found here, with a sync, if the loader did not.
 
-        Raises UserError when it was laid out for another block size.
+        Raises UserError when it was laid out for another block size, or another kind of draft.
         """
         if self.layout is None:
-            batch = self.laid_out(block_size)
+            batch = self.laid_out(block_size, block_layout)
             assert batch.layout is not None
             return replace(batch, layout=batch.layout.to(self.input_ids.device))
         if self.layout.block_size != block_size:
             raise UserError(
                 f"the batch was laid out for block_size {self.layout.block_size}, but the draft "
                 f"has {block_size}; call laid_out({block_size})"
+            )
+        if self.layout.block_layout != block_layout:
+            raise UserError(
+                f"the batch was laid out {self.layout.block_layout}, but the draft's blocks are "
+                f"{block_layout}; call laid_out({block_size}, {block_layout!r})"
             )
         return self
 
@@ -87,10 +95,12 @@ def collate(
     epoch: int,
     vocab_size: int,
     block_size: int,
+    block_layout: BlockLayout = ANCHOR_FIRST,
 ) -> Batch:
     """Pad samples on the right (mask 0), draw their anchors and lay out their blocks.
 
-    Arguments: feature samples (contracts §5); their ids, which seed the draws; N; V; γ.
+    Arguments: feature samples (contracts §5); their ids, which seed the draws; N; V; γ; where the
+    slots of the draft's blocks predict.
     Returns a `Batch` on the host.
     Raises UserError for an id that is no row of the target, naming the sample.
     """
@@ -122,7 +132,7 @@ def collate(
         block_keep_mask=torch.from_numpy(keep),
         target_log_normalizer=padded("target_log_normalizer") if stored else None,
     )
-    return batch.laid_out(block_size)
+    return batch.laid_out(block_size, block_layout)
 
 
 def batch_order(count: int, batch_size: int, seed: int, steps: int) -> Iterator[tuple[int, Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,12 +11,14 @@ from torch import Tensor
 from torch_port.blocks import Blocks, make_blocks, slot_weights
 from torch_port.config import ObjectiveConfig
 from torch_port.data.batch import Batch
-from torch_port.models.dspark import DSparkDraft, FrozenTarget
+from torch_port.models.block_draft import BlockDraft, FrozenTarget
+from torch_port.models.dspark import DSparkDraft
 from torch_port.objective.fused_batch import fused_objective
 from torch_port.objective.loss import (
     Denominators,
     Numerators,
     assemble_loss,
+    check_denominators,
     count_denominators,
     weigh,
 )
@@ -35,8 +38,8 @@ class Outcome:
     loss: Tensor | None  # with gradient; None when no denominators were given
 
 
-def layout_blocks(draft: DSparkDraft, batch: Batch) -> Blocks:
-    """Lay out a batch's blocks for a draft (§3)."""
+def layout_blocks(draft: BlockDraft, batch: Batch) -> Blocks:
+    """Lay out a batch's blocks for a draft, in its layout (§3)."""
     return make_blocks(
         batch.input_ids,
         batch.loss_mask,
@@ -45,7 +48,25 @@ def layout_blocks(draft: DSparkDraft, batch: Batch) -> Blocks:
         block_size=draft.config.block_size,
         mask_token_id=draft.config.mask_token_id,
         draft_index_V=draft.draft_vocab_index(),
+        block_layout=draft.block_layout,
     )
+
+
+def run_draft(
+    draft: BlockDraft, batch: Batch, target: FrozenTarget
+) -> tuple[Blocks, Batch, Tensor]:
+    """Return (a batch's blocks; the batch laid out for the draft; h [B, N, G, H])."""
+    blocks = layout_blocks(draft, batch)
+    batch = batch.with_layout(draft.config.block_size, draft.block_layout)
+    hidden = draft(
+        blocks,
+        batch.hidden_states,
+        batch.anchor_positions,
+        batch.block_keep_mask,
+        target,
+        batch.layout if draft.compute.attention == "blockwise" else None,
+    )
+    return blocks, batch, hidden
 
 
 def batch_denominators(draft: DSparkDraft, batch: Batch, objective: ObjectiveConfig) -> Tensor:
@@ -68,16 +89,7 @@ def forward_batch(
     without denominators there is no loss, for evaluation.
     Raises UserError when the draft prunes and no vocabulary map is installed.
     """
-    blocks = layout_blocks(draft, batch)
-    batch = batch.with_layout(draft.config.block_size)
-    hidden = draft(
-        blocks,
-        batch.hidden_states,
-        batch.anchor_positions,
-        batch.block_keep_mask,
-        target,
-        batch.layout if draft.compute.attention == "blockwise" else None,
-    )
+    blocks, batch, hidden = run_draft(draft, batch, target)
     terms, loss = batch_objective(
         draft, hidden, blocks, batch, target, objective, denominators, ranks
     )
@@ -119,3 +131,26 @@ def batch_objective(
     prunes = draft.prunes_vocabulary
     numerators = weigh(terms, weights)
     return terms, assemble_loss(numerators, denominators, objective, prunes=prunes, ranks=ranks)
+
+
+def whole_loss(
+    draft: DSparkDraft, numerators: Sequence[Numerators], local: Tensor, objective: ObjectiveConfig
+) -> Tensor:
+    """Return the loss of several batches taken as one, on this process.
+
+    Arguments: the batches' numerators, and the sum of their denominators, [den, ce_den].
+    Raises §8's errors.
+    """
+    den, ce_den = local
+    denominators = Denominators(den, ce_den if draft.prunes_vocabulary else den)
+    check_denominators(denominators.den.item(), denominators.ce_den.item(), objective)
+    ce, l1, confidence = torch.stack(
+        [torch.stack([n.ce, n.l1, n.confidence]) for n in numerators]
+    ).sum(0)
+    return assemble_loss(
+        Numerators(ce, l1, confidence),
+        denominators,
+        objective,
+        prunes=draft.prunes_vocabulary,
+        ranks=1,
+    )

@@ -16,7 +16,8 @@ from torch_port.blocks import Blocks, slot_weights
 from torch_port.config import ObjectiveConfig
 from torch_port.data.batch import Batch
 from torch_port.layout import Layout
-from torch_port.models.dspark import DSparkDraft, FrozenTarget
+from torch_port.models.block_draft import BlockDraft, FrozenTarget
+from torch_port.models.dspark import DSparkDraft
 from torch_port.models.heads import lookup
 from torch_port.objective.fused import Code, Slots, SlotValues, Teacher, fused_terms
 from torch_port.objective.loss import Denominators
@@ -51,12 +52,12 @@ def fused_objective(
     Without `denominators` there is no loss and no gradient.
     Raises UserError when the batch was laid out for another block size.
     """
-    layout = batch.with_layout(blocks.label.shape[-1]).layout
+    layout = batch.with_layout(blocks.label.shape[-1], draft.block_layout).layout
     assert layout is not None
     slots_M, wide = layout.slots_M, torch.promote_types(hidden_BNGH.dtype, torch.float32)
     factors = _factors(objective, denominators, draft.prunes_vocabulary, ranks, slots_M, wide)
-    weight_M = _pick(slot_weights(blocks.evaluated, objective.loss_decay_gamma, wide), slots_M)
-    kept_M = _pick(blocks.label_is_kept, slots_M)
+    weight_M = pick(slot_weights(blocks.evaluated, objective.loss_decay_gamma, wide), slots_M)
+    kept_M = pick(blocks.label_is_kept, slots_M)
     code, e_M = _markov(draft, hidden_BNGH, blocks, layout)
     gradients = torch.is_grad_enabled() and denominators is not None
     with torch.set_grad_enabled(gradients):
@@ -65,9 +66,9 @@ def fused_objective(
             code,
             None if draft.markov_head is None else draft.markov_head.markov_w2.weight,
             draft.output_head(target.lm_head),
-            _teacher(draft, batch, target, layout),
+            covered_teacher(draft, batch, target, layout),
             Slots(
-                label_M=_pick(blocks.label_draft_id, slots_M),
+                label_M=pick(blocks.label_draft_id, slots_M),
                 kept_M=kept_M,
                 ce_factor_M=factors.ce * weight_M * kept_M,
                 l1_factor_M=factors.l1 * weight_M,
@@ -86,7 +87,7 @@ def fused_objective(
             confidence = bce_M.detach(), error_M, probability_M
         else:
             confidence = (torch.zeros_like(values.l1),) * 3
-    terms = _slot_terms(values, confidence, layout, blocks)
+    terms = to_places(values, confidence, layout, blocks)
     return terms, loss if denominators is not None else None
 
 
@@ -116,7 +117,7 @@ def _markov(
     if head is None:
         return None, None
     slots_M = layout.slots_M
-    previous_M = _pick(blocks.previous, slots_M)
+    previous_M = pick(blocks.previous, slots_M)
     if head.scope == "position":
         # A slot's previous token stands at its teacher's position: one row serves all its slots.
         first_P = torch.zeros_like(layout.positions_P).index_copy(
@@ -139,23 +140,29 @@ def _markov(
 
 
 @torch.no_grad()
-def _teacher(draft: DSparkDraft, batch: Batch, target: FrozenTarget, layout: Layout) -> Teacher:
+def covered_teacher(
+    draft: BlockDraft, batch: Batch, target: FrozenTarget, layout: Layout
+) -> Teacher:
+    """Return what the frozen target says at the positions that a batch's slots cover."""
     states_PH = batch.target_last_hidden_states.flatten(0, 1).index_select(0, layout.positions_P)
     head_KH = draft.draft_head(target.lm_head)
     stored = batch.target_log_normalizer
     if not draft.prunes_vocabulary:
         return Teacher(states_PH, head_KH, None, None)
     if stored is not None:
-        return Teacher(states_PH, head_KH, _pick(stored, layout.positions_P), None)
+        return Teacher(states_PH, head_KH, pick(stored, layout.positions_P), None)
     rows = max(64, _NORMALIZER_ELEMENTS // max(1, len(states_PH)))
     pruned_P = log_normalizer(states_PH, target.lm_head, rows, draft.pruned_target_ids())
     return Teacher(states_PH, head_KH, None, pruned_P)
 
 
-def _slot_terms(
+def to_places(
     values: SlotValues, confidence: tuple[Tensor, Tensor, Tensor], layout: Layout, blocks: Blocks
 ) -> SlotTerms:
-    """Put the evaluated slots' values back to their places, 0 elsewhere."""
+    """Put the evaluated slots' values back to their places [B, N, G], 0 elsewhere.
+
+    `confidence` holds the loss, error and probability of a confidence head, [M] each.
+    """
     bce_M, error_M, probability_M = confidence
     columns = SlotTerms(
         ce=values.ce,
@@ -176,5 +183,6 @@ def _slot_terms(
     return SlotTerms(*places.view(-1, *blocks.label.shape))
 
 
-def _pick(values: Tensor, index: Tensor) -> Tensor:
+def pick(values: Tensor, index: Tensor) -> Tensor:
+    """Return some slots or positions of a tensor over all of them, by their flat numbers."""
     return values.flatten().index_select(0, index)

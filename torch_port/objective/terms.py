@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torch_port.blocks import Blocks
 from torch_port.config import ObjectiveConfig
-from torch_port.models.dspark import DSparkDraft, FrozenTarget
+from torch_port.models.block_draft import BlockDraft, FrozenTarget
 from torch_port.models.heads import wide
 from torch_port.objective.products import product
 from torch_port.objective.teacher import log_normalizer
@@ -62,7 +62,7 @@ class _Chunk:
 
 
 def slot_terms(
-    draft: DSparkDraft,
+    draft: BlockDraft,
     hidden_BNGH: Tensor,
     blocks: Blocks,
     target: FrozenTarget,
@@ -119,7 +119,7 @@ def slot_terms(
 
 
 def _chunk_terms(
-    draft: DSparkDraft,
+    draft: BlockDraft,
     chunk: _Chunk,
     head_KH: Tensor,
     teacher_KH: Tensor,

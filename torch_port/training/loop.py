@@ -5,18 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from torch_port.config import ObjectiveConfig
+from torch import nn
+
+from torch_port.config import Settings
 from torch_port.data.batch import Batch
-from torch_port.models.dspark import DSparkDraft, FrozenTarget
+from torch_port.models.block_draft import FrozenTarget
 from torch_port.training.optimizer import MasterAdamW, OptimizerConfig
 from torch_port.training.step import StepReport, training_step
 
 
 def train(
-    draft: DSparkDraft,
+    draft: nn.Module,
     batches: Iterable[Batch],
     target: FrozenTarget,
-    objective: ObjectiveConfig,
+    objective: Settings,
     optimizer_config: OptimizerConfig,
     on_step: Callable[[StepReport, Batch, float], None],
 ) -> MasterAdamW:

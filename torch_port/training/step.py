@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from torch_port.config import ObjectiveConfig
+from torch_port.config import Settings
 from torch_port.data.batch import Batch
 from torch_port.errors import UserError
-from torch_port.models.dspark import DSparkDraft, FrozenTarget
-from torch_port.objective.evaluate import batch_denominators, forward_batch
-from torch_port.objective.loss import check_denominators, reduce_denominators, world_size
+from torch_port.models.block_draft import FrozenTarget
+from torch_port.objective.families import family_of
+from torch_port.objective.loss import world_size
 from torch_port.objective.metrics import Pair, add_pairs
 from torch_port.training.optimizer import MasterAdamW, rate_at
 
@@ -31,10 +32,10 @@ class StepReport:
 
 
 def accumulate_gradients(
-    draft: DSparkDraft,
+    draft: nn.Module,
     micro_batches: Sequence[Batch],
     target: FrozenTarget,
-    objective: ObjectiveConfig,
+    objective: Settings,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Pair]]:
     """Run forward and backward over the micro-batches of a step; nothing here syncs.
 
@@ -42,16 +43,17 @@ def accumulate_gradients(
     gradients are averaged when a process group exists. Gradients are float32 or better, whatever
     the parameters are.
     """
-    ranks = world_size()
+    ranks, family = world_size(), family_of(draft, objective)
     for parameter in draft.parameters():
         # Chunks, micro-batches and ranks add up here: in bf16 each sum would round (§11).
         parameter.grad_dtype = torch.promote_types(parameter.dtype, torch.float32)
-    local = torch.stack([batch_denominators(draft, b, objective) for b in micro_batches]).sum(0)
-    denominators = reduce_denominators(local, draft.prunes_vocabulary)
+    prepared = [family.prepare(draft, batch, target) for batch in micro_batches]
+    local = torch.stack([family.denominators(draft, b, objective) for b in prepared]).sum(0)
+    denominators = family.reduce(draft, local)
     loss_sum = torch.zeros_like(denominators.den)
     pairs: dict[str, Pair] = {}
-    for batch in micro_batches:
-        outcome = forward_batch(draft, batch, target, objective, denominators, ranks)
+    for batch in prepared:
+        outcome = family.forward(draft, batch, target, objective, denominators, ranks)
         loss = outcome.loss
         assert loss is not None  # denominators were given
         torch.autograd.backward(loss)
@@ -66,11 +68,11 @@ def accumulate_gradients(
 
 
 def training_step(
-    draft: DSparkDraft,
+    draft: nn.Module,
     optimizer: MasterAdamW,
     micro_batches: Sequence[Batch],
     target: FrozenTarget,
-    objective: ObjectiveConfig,
+    objective: Settings,
     step: int,
 ) -> StepReport:
     """Take optimizer step `step` (from 1): reduce, check finite, clip, update, cast.
@@ -88,7 +90,7 @@ def training_step(
         [loss, den, ce_den, norm.to(wide)]
     ).tolist()
     try:
-        check_denominators(den_value, ce_den_value, objective)
+        family_of(draft, objective).check(den_value, ce_den_value, objective)
         # The norm is of the reduced gradients: every rank sees the same one and none raises alone.
         if not math.isfinite(norm_value):
             raise UserError(
