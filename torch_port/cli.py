@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from torch_port.errors import UserError
+from torch_port.vocabulary.commands import vocab_app
 
 app = typer.Typer(
     help="Train speculative-decoding drafts with a pruned vocabulary.",
@@ -19,6 +20,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(vocab_app, name="vocab")
 
 
 def _show_version(wanted: bool) -> None:

@@ -95,12 +95,37 @@ def read_conversations(path: str | Path) -> Iterator[Conversation]:
         with open(path, "rb") as stream:
             for number, line in enumerate(stream, start=1):
                 if line.strip():
-                    yield _parse_line(line, f"{path}:{number}")
+                    yield parse_conversation(line, f"{path}:{number}")
     except OSError as error:
         raise DataError(
             f"{path}: expected a readable JSONL file, found: {error.strerror}. "
             "Check the path and its permissions."
         ) from None
+
+
+def parse_conversation(line: bytes, where: str) -> Conversation:
+    """Parse one line of JSONL.
+
+    Args:
+        line: JSON text in UTF-8.
+        where: the line's place, for the error.
+
+    Returns:
+        The conversation.
+
+    Raises:
+        DataError: as `read_conversations`, which says what can be wrong.
+    """
+    try:
+        return Conversation.model_validate_json(line)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    if first["type"] == "json_invalid":
+        text = line.decode("utf-8", errors="replace").strip()
+        raise DataError(f"{where}: expected JSON, found {_short(text)}: {first['msg']}. {_REMEDY}")
+    key = ".".join(map(str, first["loc"])) or "the line"
+    found = "nothing" if first["type"] == "missing" else _short(first["input"])
+    raise DataError(f"{where}: {key}: {first['msg']}, found {found}. {_REMEDY}")
 
 
 def encode_conversation(
@@ -173,20 +198,6 @@ def encode_file(
         else:
             untrainable += 1
     return samples, SampleStats(len(samples), untrainable, truncated)
-
-
-def _parse_line(line: bytes, where: str) -> Conversation:
-    """One conversation, or a DataError that says where and what."""
-    try:
-        return Conversation.model_validate_json(line)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-    if first["type"] == "json_invalid":
-        text = line.decode("utf-8", errors="replace").strip()
-        raise DataError(f"{where}: expected JSON, found {_short(text)}: {first['msg']}. {_REMEDY}")
-    key = ".".join(map(str, first["loc"])) or "the line"
-    found = "nothing" if first["type"] == "missing" else _short(first["input"])
-    raise DataError(f"{where}: {key}: {first['msg']}, found {found}. {_REMEDY}")
 
 
 def _short(value: object, limit: int = 60) -> str:

@@ -169,6 +169,13 @@ class FeatureDirectory:
         """`input_ids` [S] and `loss_mask` [S] of sample i; no state is read."""
         return self._read(i, TOKEN_NAMES)
 
+    def final_states(self, i: int) -> dict[str, Tensor]:
+        """`target_last_hidden_states` [S, H] of sample i, with its ids and mask; no layer's state.
+
+        What summing the teacher's probability needs.
+        """
+        return self._read(i, (*TOKEN_NAMES, "target_last_hidden_states"))
+
     def iter_tokens(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (`input_ids` [R], `loss_mask` [R]) shard by shard: what counting tokens needs."""
         for name in self._index.shards:

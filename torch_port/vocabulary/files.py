@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch_port.data.atomic import atomic_file
 from torch_port.errors import UserError
 from torch_port.vocabulary.mapping import check_map
+from torch_port.vocabulary.stable import stable_bytes
 
 # What a damaged, foreign or hostile file makes the readers raise.
 _UNREADABLE = (
@@ -35,20 +37,23 @@ def save_map(
     corpus_fingerprint: str,
     tokenizer_fingerprint: str,
     coverage: float,
+    details: Mapping[str, str] | None = None,
 ) -> None:
     """Write a map with its metadata, atomically.
+
+    `details` is kept beside the metadata of contracts §1 (how the ids were chosen).
 
     Raises UserError when the map is malformed: nothing is written then.
     """
     check_map(t2d_V, d2t_K, len(t2d_V), len(d2t_K))
-    metadata = {
+    metadata = dict(details or {}) | {
         "vocab_size": str(len(t2d_V)),
         "draft_vocab_size": str(len(d2t_K)),
         "corpus_fingerprint": corpus_fingerprint,
         "tokenizer_fingerprint": tokenizer_fingerprint,
         "coverage": repr(coverage),
     }
-    content = save({"t2d": t2d_V, "d2t": d2t_K}, metadata)
+    content = stable_bytes(save({"t2d": t2d_V, "d2t": d2t_K}, metadata))
     with atomic_file(path) as stream:
         stream.write(content)
 

@@ -1,0 +1,62 @@
+"""A tokenizer whose ids can be counted by hand, and corpora for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_port.data.features import FeatureSample
+
+# Words by white space: `a` … `d` are 4 … 7; the newline between turns is no token.
+WORDS = ["<unk>", "user", "assistant", "system", "a", "b", "c", "d"]
+START, END, V_TOK, V = 8, 9, 10, 16
+
+
+def write_tokenizer(directory: Path, *extra_words: str, truncate: int | None = None) -> Path:
+    """Write tokenizer.json into a new directory and return that."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = [*WORDS, *extra_words]
+    model = models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    if truncate is not None:
+        tokenizer.enable_truncation(truncate)
+    directory.mkdir()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+def line(*turns: tuple[str, str], name: str = "x") -> str:
+    """One line of JSONL."""
+    conversations = [{"role": role, "content": content} for role, content in turns]
+    return json.dumps({"id": name, "conversations": conversations}, ensure_ascii=False) + "\n"
+
+
+def sample(
+    ids: list[int], mask: list[float], states: Any, name: str = "x", width: int = 4
+) -> FeatureSample:
+    """A feature sample with final states [S, H] of one's choice."""
+    S = len(ids)
+    return FeatureSample(
+        id=name,
+        input_ids=torch.tensor(ids),
+        loss_mask=torch.tensor(mask, dtype=torch.float32),
+        hidden_states=torch.zeros(S, width),
+        target_last_hidden_states=torch.as_tensor(states),
+        target_log_normalizer=torch.zeros(S),
+    )
+
+
+def write_target(directory: Path, head: torch.Tensor, **config: Any) -> Path:
+    """Write a target's config.json and head into a new directory and return that."""
+    from safetensors.torch import save_file
+
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"vocab_size": len(head)} | config))
+    save_file({"lm_head.weight": head}, directory / "model.safetensors")
+    return directory

@@ -1,0 +1,199 @@
+"""Coverage over the size of the draft vocabulary, from one count: the rows and the chart. No torch.
+
+One ranking of the ids serves every K: a larger map keeps what a smaller one keeps, and more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torch_port.demo.style import STYLE
+from torch_port.demo.svg import HEIGHT, WIDTH, Axis, Marker, Point, Series, line_chart
+from torch_port.demo.text import fixed, percent_text
+from torch_port.errors import UserError
+from torch_port.vocabulary.counts import TokenCounts
+from torch_port.vocabulary.selection import (
+    coverage_curve,
+    first_of,
+    pinned_ids,
+    rank_by_count,
+    rank_by_mass,
+    size_for_coverage,
+)
+
+RULES = ("count", "mass")
+_CURVE_POINTS = 120
+_STANDALONE = """
+svg { background: var(--card); font-family: system-ui, "Segoe UI", Roboto, Arial, sans-serif; }
+"""
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """All ids of a tokenizer in the order in which a growing K keeps them, and what they cover.
+
+    `ids` int64 [V_tok], the first `pins` of them pinned; `train`, `heldout` and `mass` float64
+    [V_tok]: the shares of the training tokens, of the held-out tokens and of the teacher's
+    probability that the first 1, 2, … of them hold (None where it was not measured).
+    """
+
+    ids: NDArray[np.int64]
+    pins: int
+    train: NDArray[np.float64]
+    heldout: NDArray[np.float64] | None
+    mass: NDArray[np.float64] | None
+    rule: str
+
+    def kept(self, size: int) -> NDArray[np.int64]:
+        """Return the ids [K] of the map with K ids, ascending; refuses a K that cannot be."""
+        if size < 1:
+            raise UserError(f"draft_vocab_size is {size}, but a map keeps at least 1 id")
+        return first_of(self.ids, size, self.pins)
+
+    def size_for(self, share: float) -> int:
+        """Return the smallest K that covers a share: of tokens, or of mass where that ranks."""
+        curve = self.train if self.rule == "count" or self.mass is None else self.mass
+        return size_for_coverage(curve, share, self.pins)
+
+
+@dataclass(frozen=True)
+class SweepRow:
+    """One K: shares from 0 to 1 (None: not measured), and ids kept that never occurred."""
+
+    size: int
+    train: float
+    heldout: float | None
+    mass: float | None
+    unseen: int
+
+
+def rank(
+    counts: TokenCounts,
+    *,
+    rule: str = "count",
+    pin: Sequence[int] = (),
+    pin_special: bool = True,
+    pin_bytes: bool = True,
+    heldout: TokenCounts | None = None,
+) -> Ranking:
+    """Rank a tokenizer's ids for all K at once.
+
+    Arguments: `counts` of the training corpus; `rule`, count or mass; `pin`, ids to keep whatever
+    they count, beside the special and the one-byte tokens; `heldout` counts, never ranked by.
+    Raises UserError for an unknown rule, mass without mass, pins that are no ids, and held-out
+    counts of another tokenizer, another V or the same corpus.
+    """
+    pins = pinned_ids(
+        [
+            *pin,
+            *(counts.special_ids if pin_special else ()),
+            *(counts.byte_ids if pin_bytes else ()),
+        ]
+    )
+    if rule not in RULES:
+        raise UserError(f"--by is {rule!r}, but ids are chosen by {' or '.join(RULES)}")
+    if rule == "mass" and counts.mass is None:
+        raise UserError(
+            "--by mass needs the teacher's mass, and these counts have none; count the feature "
+            "directory again with `torch-port vocab count FEATURES --teacher-mass --target DIR`"
+        )
+    if rule == "mass" and counts.mass is not None:
+        ids = rank_by_mass(counts.mass, pins, counts.tokenizer_size)
+    else:
+        ids = rank_by_count(counts.counts, pins, counts.tokenizer_size)
+    if heldout is not None:
+        _check_heldout(counts, heldout)
+    return Ranking(
+        ids=ids,
+        pins=len(pins),
+        train=coverage_curve(ids, counts.counts),
+        heldout=None if heldout is None else coverage_curve(ids, heldout.counts),
+        mass=None if counts.mass is None else coverage_curve(ids, counts.mass),
+        rule=rule,
+    )
+
+
+def sweep(ranking: Ranking, counts: TokenCounts, sizes: Sequence[int]) -> list[SweepRow]:
+    """Return a row per K, ascending and each once. Raises UserError for a K that cannot be."""
+
+    def at(curve: NDArray[np.float64] | None, size: int) -> float | None:
+        return None if curve is None else float(curve[size - 1])
+
+    rows = []
+    for size in sorted(set(sizes)):
+        kept = ranking.kept(size)
+        rows.append(
+            SweepRow(
+                size=size,
+                train=float(ranking.train[size - 1]),
+                heldout=at(ranking.heldout, size),
+                mass=at(ranking.mass, size),
+                unseen=int(np.count_nonzero(counts.counts[kept] == 0)),
+            )
+        )
+    return rows
+
+
+def default_sizes(ranking: Ranking) -> list[int]:
+    """Return powers of two from 1024 (or the pins, if more) up to the tokenizer's size, and that.
+
+    A tokenizer below 1024 ids is swept from 16.
+    """
+    usable = len(ranking.ids)
+    low = max(1024 if usable > 1024 else 16, ranking.pins)
+    return [2**n for n in range(64) if low <= 2**n < usable] + [usable]
+
+
+def coverage_chart(ranking: Ranking, chosen: int | None = None) -> str:
+    """Return the coverage curves as an SVG document, light and dark, without any dependency.
+
+    Arguments: `ranking`; `chosen` K to mark, or None.
+    """
+    usable = len(ranking.ids)
+    low = max(ranking.pins, min(16, usable // 8), 1)
+    sizes = np.unique(np.geomspace(low, usable, _CURVE_POINTS).round().astype(int))
+
+    def points(curve: NDArray[np.float64]) -> list[Point]:
+        return [(float(size), float(curve[size - 1])) for size in sizes.tolist()]
+
+    lines = [Series("training", points(ranking.train), "coverage", "tokens", dashed=True)]
+    if ranking.heldout is not None:
+        lines.append(Series("held-out", points(ranking.heldout), "full", "tokens"))
+    if ranking.mass is not None:
+        lines.append(Series("kept mass", points(ranking.mass), "pruned", "of the teacher"))
+    marker = None if chosen is None else Marker(float(chosen), f"K = {fixed(chosen, 0)}")
+    chart = line_chart(
+        "Coverage against the size of the draft vocabulary",
+        "The share of supervised tokens that a draft vocabulary of K ids holds. A held-out curve "
+        "far below the training one says that the corpus is too narrow for its map.",
+        lines,
+        Axis("K, ids kept", log=True),
+        Axis("share covered", text=percent_text),
+        marker,
+    )
+    head, rest = chart.split(">", 1)
+    size = f'width="{2 * WIDTH}" height="{2 * HEIGHT}"'
+    return f"{head} {size}><style>{STYLE}{_STANDALONE}</style>{rest}\n"
+
+
+def _check_heldout(counts: TokenCounts, heldout: TokenCounts) -> None:
+    if heldout.tokenizer_fingerprint != counts.tokenizer_fingerprint:
+        raise UserError(
+            f"--heldout was counted with another tokenizer ({heldout.tokenizer_fingerprint[:12]}, "
+            f"not {counts.tokenizer_fingerprint[:12]}), so its ids mean other tokens; count both "
+            "corpora with the target's tokenizer"
+        )
+    if len(heldout.counts) != len(counts.counts):
+        raise UserError(
+            f"--heldout was counted for vocab_size {len(heldout.counts)}, the training corpus for "
+            f"{len(counts.counts)}; count both with the target's"
+        )
+    if heldout.corpus_fingerprint == counts.corpus_fingerprint:
+        raise UserError(
+            "--heldout is the training corpus itself (equal fingerprints), so its coverage says "
+            "nothing about other text; give counts of conversations that were not counted"
+        )
