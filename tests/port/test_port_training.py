@@ -15,6 +15,7 @@ from torch_port.config import ObjectiveConfig
 from torch_port.errors import UserError
 from torch_port.evaluation import evaluate
 from torch_port.models.attention import rotary_tables
+from torch_port.training.guard import SpikeGuard
 from torch_port.training.loop import train
 from torch_port.training.optimizer import MasterAdamW, OptimizerConfig, decays, rate_at
 from torch_port.training.step import accumulate_gradients, training_step
@@ -235,3 +236,33 @@ def test_evaluating_in_inference_mode_leaves_training_possible() -> None:
         evaluate(model, [b], frozen, OBJECTIVE)
     optimizer = MasterAdamW(model.named_parameters(), config())
     training_step(model, optimizer, [b], frozen, OBJECTIVE, 1)
+
+
+def test_spike_guard_by_hand() -> None:
+    """Faults: an arithmetic mean (limit 25), a spike entering the mean, ≥ for >, a norm of 0."""
+    guard = SpikeGuard(10.0)
+    assert [guard.admits(n) for n in (1.0, 4.0, 0.0)] == [True] * 3  # mean 2, not 2.5
+    assert [guard.admits(n) for n in (20.1, 20.1)] == [False] * 2
+    assert guard.admits(20.0)
+    assert (guard.seen, guard.log_sum) == (3, pytest.approx(math.log(80), rel=1e-15))
+    never = SpikeGuard(math.inf)
+    assert [never.admits(n) for n in (1.0, 1e30)] == [True] * 2
+
+
+def test_a_spike_is_skipped_whole() -> None:
+    """Faults: moments moved or counted by a skipped step, gradients kept, the schedule held up."""
+    model, twin, b, frozen = draft(), draft(), batch(), target()
+    first = MasterAdamW(model.named_parameters(), config(max_grad_norm=math.inf))
+    second = MasterAdamW(twin.named_parameters(), config(max_grad_norm=math.inf))
+    spiked = OBJECTIVE.model_copy(update={"l1_alpha": 1e4})
+    assert training_step(model, first, [b], frozen, OBJECTIVE, 1).taken
+    training_step(twin, second, [b], frozen, OBJECTIVE, 1)
+    skipped = training_step(model, first, [b], frozen, spiked, 2)
+    assert not skipped.taken
+    assert skipped.gradient_norm > 1e3
+    assert all(p.grad is None for p in model.parameters())
+    report = training_step(model, first, [b], frozen, OBJECTIVE, 3)
+    assert report.rate == rate_at(3, first.config)
+    training_step(twin, second, [b], frozen, OBJECTIVE, 3)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_port.device import fused_adamw
+from torch_port.training.guard import SpikeGuard
 from torch_port.training.optimizer_config import OptimizerConfig
 
 __all__ = ["MasterAdamW", "OptimizerConfig", "decays", "rate_at"]
@@ -51,6 +52,7 @@ class MasterAdamW:
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> None:
         self.config = config
+        self.guard = SpikeGuard(config.spike_multiple)
         self.names: list[str] = []
         self.parameters: list[nn.Parameter] = []
         self.masters: list[Tensor] = []

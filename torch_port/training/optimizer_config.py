@@ -18,6 +18,7 @@ class OptimizerConfig(Settings):
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: float = Field(default=1.0, gt=0, allow_inf_nan=True)  # ∞ clips nothing
+    spike_multiple: float = Field(default=10.0, gt=1, allow_inf_nan=True)  # ∞ skips nothing
 
     @model_validator(mode="after")
     def _consistent(self) -> OptimizerConfig:

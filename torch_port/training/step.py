@@ -29,6 +29,7 @@ class StepReport:
     gradient_norm: float
     rate: float
     metrics: dict[str, Pair]
+    taken: bool = True  # False: the gradient norm was a spike, and the weights stayed
 
 
 def accumulate_gradients(
@@ -75,7 +76,10 @@ def training_step(
     objective: Settings,
     step: int,
 ) -> StepReport:
-    """Take optimizer step `step` (from 1): reduce, check finite, clip, update, cast.
+    """Take optimizer step `step` (from 1): reduce, check finite, spike guard, clip, update, cast.
+
+    A step whose norm is a spike is skipped: no weight and no moment moves, and the schedule goes
+    on; the report says so.
 
     The four numbers of the host checks cross in one transfer, after backward; it is the step's
     only device sync.
@@ -101,5 +105,9 @@ def training_step(
         optimizer.release_gradients()
         raise
     rate = rate_at(step, optimizer.config)
-    optimizer.apply(rate, norm)
-    return StepReport(step, loss_value, norm_value, rate, pairs)
+    taken = optimizer.guard.admits(norm_value)
+    if taken:
+        optimizer.apply(rate, norm)
+    else:
+        optimizer.release_gradients()
+    return StepReport(step, loss_value, norm_value, rate, pairs, taken)
