@@ -289,8 +289,9 @@ def _refuse_not_built(flat: dict[str, Any]) -> None:
         value = flat.pop(name, allowed[0])
         if value not in allowed:
             raise NotBuiltError(f"{name} {value!r} is not built; {allowed[0]!r} is")
-    head = flat.get("markov_head_type", "vanilla" if projector == "dflash" else None)
-    if head not in HEAD_TYPES:  # whatever the rank: a type that is not known is not skipped
+    head = flat.get("markov_head_type", "none" if projector == "dflash" else None)
+    known = (*HEAD_TYPES, "none") if projector == "dflash" else HEAD_TYPES
+    if head not in known:  # whatever the rank: a type that is not known is not skipped
         raise NotBuiltError(f"markov_head_type {head!r} is not built; {', '.join(HEAD_TYPES)} are")
     layer_types = flat.get("layer_types")
     for layer_type in layer_types if isinstance(layer_types, list | tuple) else ():
@@ -311,36 +312,24 @@ class ObjectiveConfig(Settings):
     loss_decay_gamma: float | None = Field(default=None, gt=0)
     detach_confidence: bool = False
 
-    @property
-    def reads_labels(self) -> bool:
-        """Whether the loss has a cross entropy, which a step without a kept label cannot give."""
-        return self.ce_alpha > 0
-
 
 class DFlashObjectiveConfig(Settings):
     """What weighs a DFlash draft's cross entropy along the block. Source: spec sheet §12.
 
     `loss_decay_gamma`: exp(−(k−1)/it) at slot k; null means no decay. `dpace` replaces the decay by
     weights read off the draft's own probabilities: "cumulative", "continuation", or their product
-    "both"; `beta` is how much of each probability is taken as 1.
+    "both"; `beta`, read by it alone, is how much of each probability is taken as 1.
     """
 
     loss_decay_gamma: float | None = Field(default=None, gt=0)
-    dpace: Literal["cumulative", "continuation", "both"] | None = None
+    dpace: Literal["none", "cumulative", "continuation", "both"] = "none"
     beta: float = Field(default=0.5, gt=0, le=1)
 
     @model_validator(mode="after")
     def _consistent(self) -> DFlashObjectiveConfig:
-        if self.dpace is not None and self.loss_decay_gamma is not None:
+        if self.dpace != "none" and self.loss_decay_gamma is not None:
             raise ValueError(
                 f"dpace {self.dpace!r} replaces the decay; leave out loss_decay_gamma "
                 f"({self.loss_decay_gamma}), or dpace"
             )
-        if self.dpace is None and self.beta != 0.5:
-            raise ValueError(f"beta ({self.beta}) is read by dpace alone; set dpace too")
         return self
-
-    @property
-    def reads_labels(self) -> bool:
-        """True: the loss is a cross entropy and nothing else."""
-        return True

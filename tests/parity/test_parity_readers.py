@@ -9,16 +9,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxdraft.config import DraftConfig as SpecConfig
+from jaxdraft.dflash import DFlashObjective
 from jaxdraft.vocabulary import build_map, map_from_buffers
-from parity.recipes import NESTED, TOP
+from parity.recipes import BARE, NESTED, TOP
+from torch_port.config import DFlashObjectiveConfig
 from torch_port.config import DraftConfig as PortConfig
 from torch_port.vocabulary.mapping import buffers_from_kept, check_map
 from torch_port.vocabulary.selection import select_by_count
 
 VALUES = [None, 0, -1, 1, 2, 3, 5, 40, 41, True, 2.0, "2", [], [0, 2], [0, 3], [1, 1], "vanilla"]
 FIELDS = [(None, name) for name in TOP] + [("dflash_config", name) for name in NESTED]
-# What one side has built and the other has not yet: neither is wrong about the sheet.
-ONE_SIDE_ONLY = {"projector_type"}
+VALUES += ["none", "dflash", "dspark", ["DSparkDraftModel"], ["DFlashDraftModel"]]
+BASES = {
+    "dspark": TOP | {"dflash_config": NESTED},
+    "dflash": TOP
+    | {
+        "architectures": ["DFlashDraftModel"],
+        "dflash_config": {n: NESTED[n] for n in BARE} | {"projector_type": "dflash"},
+    },
+}
 
 
 def outcome(call: Any) -> tuple[bool, Any]:
@@ -29,15 +38,14 @@ def outcome(call: Any) -> tuple[bool, Any]:
         return False, None
 
 
-def test_every_field_with_odd_values() -> None:
+@pytest.mark.parametrize("base", BASES)
+def test_every_field_with_odd_values(base: str) -> None:
     """Fault: a config that one side reads and the other refuses, or that they read differently."""
     shared = set(PortConfig.model_fields) & set(SpecConfig.__dataclass_fields__)
     assert len(shared) > 18
     for where, name in FIELDS:
-        if name in ONE_SIDE_ONLY:
-            continue
         for value in VALUES:
-            raw = copy.deepcopy(TOP | {"dflash_config": NESTED})
+            raw = copy.deepcopy(BASES[base])
             (raw if where is None else raw[where])[name] = value
             (port_ok, port) = outcome(lambda raw=raw: PortConfig.from_hf(raw))
             (spec_ok, spec) = outcome(lambda raw=raw: SpecConfig.from_hf(raw))
@@ -45,6 +53,20 @@ def test_every_field_with_odd_values() -> None:
             if port_ok:
                 for attribute in shared:
                     assert getattr(port, attribute) == getattr(spec, attribute), (name, value)
+
+
+@pytest.mark.parametrize("dpace", ["none", "both", "continuation", "decay", "left out"])
+def test_every_dflash_objective(dpace: str) -> None:
+    """Fault: an objective that one side reads and the other refuses."""
+    for decay in (None, 4.0, 0.0, -1.0, np.inf, np.nan, "left out"):
+        for beta in (0.5, 0.0, 1.0, 1.5, np.nan, "left out"):
+            named = {"loss_decay_gamma": decay, "dpace": dpace, "beta": beta}
+            values: Any = {name: value for name, value in named.items() if value != "left out"}
+            (port_ok, port) = outcome(lambda values=values: DFlashObjectiveConfig(**values))
+            (spec_ok, spec) = outcome(lambda values=values: DFlashObjective(**values))
+            assert port_ok == spec_ok, values
+            if port_ok:
+                assert all(getattr(port, name) == getattr(spec, name) for name in named), values
 
 
 @settings(max_examples=200)

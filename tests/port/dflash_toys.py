@@ -126,7 +126,7 @@ def by_hand(
                 R = sum(torch.stack(s[: j + 1]).prod() for j in found if j >= k)
                 decay = math.exp(-(k - 1) / (objective.loss_decay_gamma or math.inf))
                 w = {
-                    None: torch.tensor(decay, dtype=torch.float64),
+                    "none": torch.tensor(decay, dtype=torch.float64),
                     "cumulative": P,
                     "continuation": R / P,
                     "both": R,
@@ -149,7 +149,7 @@ def by_hand(
                     add(slots["ce"][k - 1], float(ce.detach()))
             if found:
                 add(pairs["tau"], 1.0 + alive)
-    loss = loss / (ce_den if objective.dpace is None else len(b.input_ids))
+    loss = loss / (ce_den if objective.dpace == "none" else len(b.input_ids))
     for name, per_slot in slots.items():
         for part, place in (("numerator", 0), ("denominator", 1)):
             pairs[f"{name} slots {part}"] = [pair[place] for pair in per_slot]

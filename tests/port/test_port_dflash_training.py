@@ -234,7 +234,7 @@ def test_an_architecture_of_the_other_draft_is_refused() -> None:
     ("values", "words"),
     [
         ({"dpace": "both", "loss_decay_gamma": 4.0}, "replaces the decay"),
-        ({"beta": 0.3}, "read by dpace alone"),
+        ({"dpace": None}, "dpace"),
         ({"dpace": "both", "beta": 0.0}, "beta"),
         ({"dpace": "both", "beta": 1.5}, "beta"),
         ({"dpace": "suffix"}, "dpace"),

@@ -70,7 +70,7 @@ def batch_denominators(
     weights = _decayed(blocks, objective, dtype)  # M with D-PACE, which has no decay
     inside = (weights * blocks.label_is_kept).sum()
     sequences = torch.full_like(inside, len(batch.input_ids))
-    return torch.stack([weights.sum(), inside, inside if objective.dpace is None else sequences])
+    return torch.stack([weights.sum(), inside, inside if objective.dpace == "none" else sequences])
 
 
 def reduce_denominators(draft: DFlashDraft, local: Tensor) -> DFlashDenominators:
@@ -164,7 +164,6 @@ def _decayed(blocks: Blocks, objective: DFlashObjectiveConfig, dtype: torch.dtyp
 
 def _from_confidence(ce_BNG: Tensor, blocks: Blocks, objective: DFlashObjectiveConfig) -> Tensor:
     """Return D-PACE's weights of c = exp(−ce); where the label was pruned ce is 0, and c is too."""
-    assert objective.dpace is not None
     c_BNG = torch.where(blocks.label_is_kept, (-ce_BNG.detach()).exp(), 0)
     return dpace_weights(c_BNG, blocks.evaluated, objective.dpace, objective.beta)
 
@@ -182,7 +181,7 @@ def _plain(
     states, normalizer = batch.target_last_hidden_states, batch.target_log_normalizer
     no_heads = ObjectiveConfig()  # says how a confidence head is read; there is none
     terms = slot_terms(draft, hidden_BNGH, blocks, target, states, normalizer, no_heads)
-    if objective.dpace is None:
+    if objective.dpace == "none":
         weights = _decayed(blocks, objective, terms.ce.dtype)
     else:
         weights = _from_confidence(terms.ce, blocks, objective)
@@ -226,7 +225,7 @@ def _fused(
         nothing = torch.zeros_like(values.l1)
         return to_places(values, (nothing, nothing, nothing), layout, blocks)
 
-    if objective.dpace is None:
+    if objective.dpace == "none":
         weights = _decayed(blocks, objective, wide)
     else:
         _, values = walk(torch.zeros(len(slots_M), dtype=wide, device=slots_M.device), False)
