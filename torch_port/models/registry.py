@@ -172,14 +172,20 @@ def vocabulary_sizes(raw: Mapping[str, Any]) -> tuple[int, int]:
     return vocab_size, check_draft_vocab_size(value("draft_vocab_size"), vocab_size)
 
 
-def prunes_vocabulary(config: Mapping[str, Any] | None) -> bool | None:
-    """Tell whether a draft config prunes: True, False, or None when there is no config to read.
+def prunes_vocabulary(config: Mapping[str, Any] | str | Path | None) -> bool | None:
+    """Tell whether a draft prunes: True, False, or None when its config cannot be read.
 
-    None is no evidence either way. Raises UserError for sizes that are none. Source: contracts §2.
+    Arguments: a parsed config, or where one is. None is no evidence either way.
+    Raises UserError for sizes that are none. Source: contracts §2.
 
-    >>> prunes_vocabulary({"vocab_size": 16}), prunes_vocabulary(None)
+    >>> prunes_vocabulary({"vocab_size": 16}), prunes_vocabulary("not/on/disk")
     (False, None)
     """
+    if isinstance(config, str | Path):
+        try:
+            config = read_draft_config(config)
+        except UserError:
+            return None  # planning's first rule says what is wrong with the file
     if config is None:
         return None
     vocab_size, draft_vocab_size = vocabulary_sizes(config)
