@@ -7,21 +7,26 @@ target id that the row means, so that a wrong id shows as a number.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from toys import KEPT, V, batch, draft, target, toy_map
 
 from torch_port.blocks import make_blocks
+from torch_port.config import ObjectiveConfig
 from torch_port.errors import UserError
 from torch_port.models.dspark import DSparkDraft
 from torch_port.models.registry import ALGORITHMS
+from torch_port.objective.evaluate import batch_denominators
 from torch_port.vocabulary import mapping
 from torch_port.vocabulary.broadcast import broadcast_vocab_mapping
 from torch_port.vocabulary.mapping import DraftVocabMappingMixin, buffers_from_kept
+from torch_port.vocabulary.selection import select_by_count
 
 K = len(KEPT)
 OTHER = (1, 2, 5, 6, 7)
@@ -117,8 +122,8 @@ def test_sizes_are_not_coerced(size: object) -> None:
 
 
 def test_forward_before_install_is_an_error() -> None:
-    """Fault: a forward pass that runs, and a decode that takes draft ids for target ids."""
-    b = batch()
+    """Field-note 2: a corpus of ids 10 … 15, K = 5, no map. Fault: ids 0 … 4 in their stead."""
+    b = replace(batch(), input_ids=10 + batch().input_ids % 6)
     model = DSparkDraft(draft().config).double()
     c = model.config
     blocks = make_blocks(
@@ -366,11 +371,39 @@ def test_real_from_pretrained(tmp_path: Path) -> None:
 
 
 def test_export_holds_what_a_reader_needs() -> None:
-    """Field-notes 4 and 27: from exported tensors alone, by the sheet's formula, the same ids."""
+    """Field-note 4: from exported tensors alone, by the sheet's formula, the same ids."""
     exported = draft().exported_vocabulary()
     i = torch.arange(K)
     assert (i + exported["d2t"]).tolist() == list(KEPT)
     assert exported["t2d"].nonzero().squeeze(1).tolist() == list(KEPT)
+
+
+def test_labels_are_looked_up_in_draft_ids() -> None:
+    """Field-note 10: label 9 is draft 3; label 7 leaves the cross entropy and stays in L1.
+
+    Fault: labels left in target ids while the logits are in draft ids.
+    """
+    index = draft().draft_vocab_index()
+    assert (index[9], index[7]) == (3, -100)
+    b = batch([[1.0] * 12], anchors=[[2]], keep=[[True]])
+    ids = b.input_ids.clone()
+    ids[0, 2:7] = torch.tensor([3, 9, 7, 0, 4])
+    den, ce_den = batch_denominators(draft(), replace(b, input_ids=ids), ObjectiveConfig()).tolist()
+    assert (den, ce_den) == (4, 3)
+
+
+def test_padding_ids_of_the_head_are_never_proposed() -> None:
+    """Field-note 27: 20 ids, a head of 24 rows, padding logits +100. The map has none of them."""
+    counts = np.ones(24, dtype=np.int64)
+    counts[20:] = 0
+    kept = select_by_count(counts, 18, pinned=[19], tokenizer_size=20)
+    toy = Toy(24, 18)
+    toy.install_vocab_mapping(*buffers_from_kept(torch.from_numpy(kept), 24))
+    logits_V = torch.zeros(24)
+    logits_V[20:] = 100.0
+    logits_K = toy.draft_head(logits_V[:, None])[:, 0]
+    assert logits_K.max() == 0
+    assert toy.to_target_ids(torch.arange(18)).max() == 19
 
 
 def test_broadcast_without_a_process_group() -> None:

@@ -15,9 +15,11 @@ import pytest
 import torch
 from test_port_mapping import AlwaysBuffered, Toy
 from torch import Tensor, nn
+from toys import H, V, config, target
 
 from torch_port.config import check_draft_vocab_size
 from torch_port.errors import UserError
+from torch_port.models.dspark import DSparkDraft
 
 CASES = 2500
 POISONED = "poisoned"  # the buffers hold no map that this draft may use
@@ -235,6 +237,57 @@ class Case:
             offsets = toy.exported_vocabulary()["d2t"].tolist()
             assert [i + offset for i, offset in enumerate(offsets)] == self.now
         self.seen["decoded right"] += 1
+
+
+@torch.no_grad()
+def real_case(seed: int, seen: Counter[str]) -> None:
+    """A DSpark draft given a map or a checkpoint; its greedy choice against a loop over ids."""
+    case = Case(seed, seen)
+    case.V, case.K = V, int(case.random.integers(1, V))
+    generator = torch.Generator().manual_seed(seed)
+    head = case.choose("vanilla", "gated")
+    given = DSparkDraft(config(draft_vocab_size=case.K, markov_head_type=head)).double()
+    given.initialise(generator)
+    for parameter in given.parameters():
+        parameter.mul_(30)  # the Markov term decides as often as the head does
+    pair = case.map()
+    kept = legal(pair, V, case.K)
+    model = given
+    try:
+        if case.random.random() < 0.5:
+            model.install_vocab_mapping(*pair)
+        else:
+            model = DSparkDraft(given.config).double()
+            model.load_state_dict(given.state_dict() | {"t2d": pair[0], "d2t": pair[1]})
+            model.require_vocabulary()
+    except UserError:
+        assert kept is None
+        seen["refused"] += 1
+        return
+    assert kept is not None
+    U = target().lm_head
+    hidden = torch.randn(8, 1, H, generator=generator, dtype=torch.float64)
+    previous = torch.randint(0, V, (8, 1), generator=generator)  # target ids, kept or not
+    e = model.embed_previous(previous)
+    assert e is not None
+    logits = model.logits(hidden, e, model.output_head(U))
+    W1, W2 = model.markov_head.markov_w1.weight, model.markov_head.markov_w2.weight  # type: ignore[union-attr]
+    for slot, got in enumerate(model.to_target_ids(logits.argmax(-1)).flatten().tolist()):
+        h, w1 = hidden[slot, 0], W1[previous[slot, 0]]
+        if head == "gated":
+            gate = model.markov_head.gate_proj  # type: ignore[union-attr]
+            w1 = torch.sigmoid(gate.weight @ torch.cat([h, w1]) + gate.bias) * w1
+        scores = {v: float(U[v] @ h + W2[row] @ w1) for row, v in enumerate(kept)}
+        assert got == max(scores, key=scores.__getitem__)
+    seen["greedy choice right"] += 1
+
+
+def test_never_a_wrong_id_from_a_real_draft() -> None:
+    """Faults: rows of U, W2 or W1 of another id; draft ids emitted for target ids."""
+    seen: Counter[str] = Counter()
+    for seed in range(200):
+        real_case(seed, seen)
+    assert min(seen["refused"], seen["greedy choice right"]) > 40, seen
 
 
 def test_never_a_wrong_id() -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from toys import KEPT, V, hf_config, toy_map
+from test_port_resume import HEADLESS
+from toys import KEPT, V, config, hf_config, toy_map
 
 from torch_port import planning
 from torch_port.errors import UserError
@@ -21,6 +22,7 @@ from torch_port.models.registry import (
     prunes_vocabulary,
     read_draft_config,
 )
+from torch_port.objective.families import FAMILIES
 from torch_port.planning import Facts, MapFacts, plan, read_facts
 from torch_port.run import load_run
 from torch_port.vocabulary.files import save_map
@@ -53,6 +55,19 @@ def test_capabilities_are_those_of_the_classes(name: str) -> None:
     assert algorithm.keeps_vocab_buffers_when_unpruned == (name == "eagle3")  # contracts §2
     algorithm.objective_class()()
     assert "draft_vocab_size" in algorithm.config_class().model_fields
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_registry_and_training_mean_the_same_families(name: str) -> None:
+    """Fault: a run planned as one family and trained as another, or with another objective."""
+    algorithm, family = ALGORITHMS[name], FAMILIES[name]
+    assert set(ALGORITHMS) == set(FAMILIES)
+    assert algorithm.draft_class() is family.draft
+    assert algorithm.objective_class() is family.objective
+    assert algorithm.draft_class().algorithm == name
+    if algorithm.drafts_blocks:
+        changes = {} if algorithm.markov_head else HEADLESS
+        assert config(**changes).block_layout == algorithm.layout
 
 
 def test_unknown_algorithm_is_refused_with_the_nearest() -> None:
@@ -97,6 +112,9 @@ def test_draft_config_absent_is_none_and_damaged_is_an_error(tmp_path: Path) -> 
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(UserError, match="expected a JSON object, found list"):
         read_draft_config(tmp_path / "config.json")
+    assert prunes_vocabulary(tmp_path) is None
+    (tmp_path / "config.json").write_text('{"vocab_size": 16, "draft_vocab_size": 5}')
+    assert prunes_vocabulary(str(tmp_path)) is True
 
 
 def test_rule_1_map_for_an_algorithm_without_maps() -> None:
