@@ -22,6 +22,7 @@ from parity.cases import FORMAT, Array, Case, CaseError
 from parity.recipes import (
     BARE,
     DECODING,
+    EAGLE3,
     NESTED,
     OBJECTIVE,
     OPTIMIZER,
@@ -69,6 +70,8 @@ def emit(directory: Path, overwrite: bool = False) -> list[str]:
             raise RuntimeError(f"{recipe.name}: the spec does not refuse")
         if recipe.decoding is not None:
             check_decoding(case, answer)
+        if recipe.eagle3 is not None and recipe.error is None:
+            check_eagle3(case, answer)
         _write(directory / recipe.name, case, answer, recipe.error)
     for path in stale:
         for name in _FILES:
@@ -142,6 +145,25 @@ def check_decoding(case: Case, answer: Answer) -> None:
         raise RuntimeError(f"{case.name}: the case lacks {', '.join(missing)}")
 
 
+def check_eagle3(case: Case, answer: Answer) -> None:
+    """Refuse an EAGLE3 case in which a step has nothing to tell.
+
+    Every step must count some slot and, where the draft prunes, leave a supervised one uncounted.
+
+    Raises RuntimeError, naming what does not occur.
+    """
+    counted, supervised = answer.metrics["in_vocabulary_step"]
+    occurs = {
+        "a counted slot in every step": (counted > 0).all(),
+        "a pruned choice in every step": case.tensors["weights/t2d"].all()
+        or (counted < supervised).all(),
+        "an unsupervised slot": not answer.tensors["eval_mask"][:, 0, : S - 2].all(),
+    }
+    missing = [what for what, there in occurs.items() if not there]
+    if missing:
+        raise RuntimeError(f"{case.name}: the case lacks {', '.join(missing)}")
+
+
 def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
@@ -160,6 +182,8 @@ def _write_manifest(directory: Path) -> None:
 
 def _draw(recipe: Recipe, seed: int) -> Case:
     random = np.random.default_rng([20260, seed])
+    if recipe.eagle3 is not None:
+        return _draw_eagle3(recipe, random)
     top, nested = dict(TOP), dict(NESTED)
     for name, value in recipe.config.items():
         (nested if name in nested else top)[name] = value
@@ -196,6 +220,44 @@ def _draw(recipe: Recipe, seed: int) -> Case:
         expect={},
         tensors=tensors,
         extra=extra,
+    )
+
+
+def _draw_eagle3(recipe: Recipe, random: np.random.Generator) -> Case:
+    """Draw an EAGLE3 case; about half of the teacher's choices are kept ids."""
+    config = EAGLE3 | recipe.config
+    kept_count = config["draft_vocab_size"] or V
+    kept = np.sort(random.permutation(V)[:kept_count])
+    shapes = _eagle3_shapes(config)
+    tensors = {f"weights/{n}": _weights(n, s, random) for n, s in shapes.items()}
+    # Always there, the identity too (§13).
+    tensors["weights/t2d"] = np.isin(np.arange(V), kept)
+    tensors["weights/d2t"] = kept - np.arange(kept_count)
+    for name in ("embed_tokens", "lm_head"):
+        tensors[f"target/{name}.weight"] = _normal(random, (V, H), 0.6)
+    choice = np.where(
+        random.random((B, S)) < 0.5, random.choice(kept, (B, S)), random.integers(0, V, (B, S))
+    )
+    if recipe.labels == "pruned":
+        choice = random.choice(np.setdiff1d(np.arange(V), kept), (B, S))
+    # Near the row of its choice, so that the argmax is no accident of rounding.
+    states = _normal(random, (B, S, H), 0.2) + 2 * tensors["target/lm_head.weight"][choice]
+    mask = (random.random((B, S)) < 0.8).astype(np.float32) * float(recipe.supervised)
+    mask[1, -3:] = 0  # padding
+    tensors |= {
+        "batch/input_ids": random.integers(0, V, (B, S)).astype(np.int64),
+        "batch/loss_mask": mask,
+        "batch/hidden_states": _normal(random, (B, S, 3 * H), 1.0),
+        "batch/target_last_hidden_states": states,
+    }
+    return Case(
+        name=recipe.name,
+        path=Path(recipe.name),
+        config=config,
+        objective=recipe.objective,
+        expect={},
+        tensors=tensors,
+        extra={"eagle3": recipe.eagle3},
     )
 
 
@@ -274,6 +336,27 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         width = H + (r if nested["confidence_head_with_markov"] else 0)
         shapes |= {"confidence_head.proj.weight": (1, width), "confidence_head.proj.bias": (1,)}
     return shapes
+
+
+def _eagle3_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name every weight of an EAGLE3 draft with its shape; the embedding is the target's."""
+    D, inner, K = config["head_dim"], config["intermediate_size"], config["draft_vocab_size"] or V
+    q, kv = config["num_attention_heads"] * D, config["num_key_value_heads"] * D
+    return {
+        "fc.weight": (H, 3 * H),
+        "midlayer.input_layernorm.weight": (H,),
+        "midlayer.hidden_norm.weight": (H,),
+        "midlayer.post_attention_layernorm.weight": (H,),
+        "midlayer.self_attn.q_proj.weight": (q, 2 * H),
+        "midlayer.self_attn.k_proj.weight": (kv, 2 * H),
+        "midlayer.self_attn.v_proj.weight": (kv, 2 * H),
+        "midlayer.self_attn.o_proj.weight": (H, q),
+        "midlayer.mlp.gate_proj.weight": (inner, H),
+        "midlayer.mlp.up_proj.weight": (inner, H),
+        "midlayer.mlp.down_proj.weight": (H, inner),
+        "norm.weight": (H,),
+        "lm_head.weight": (K, H),
+    }
 
 
 def _batch(recipe: Recipe, kept: Array, random: np.random.Generator) -> dict[str, Array]:

@@ -62,9 +62,25 @@ TABLE: tuple[Rule, ...] = (
     *_linear("markov_head.joint_proj", bias=True),
     *_linear("confidence_head.proj", bias=True),
 )
+# EAGLE3's own (contracts §4); apart, because the other family's drafts have no head of their own.
+EAGLE3_TABLE: tuple[Rule, ...] = (
+    *_linear("fc"),
+    *_norm("midlayer.input_layernorm"),
+    *_norm("midlayer.hidden_norm"),
+    *_norm("midlayer.post_attention_layernorm"),
+    *_linear("midlayer.self_attn.q_proj"),
+    *_linear("midlayer.self_attn.k_proj"),
+    *_linear("midlayer.self_attn.v_proj"),
+    *_linear("midlayer.self_attn.o_proj"),
+    *_linear("midlayer.mlp.gate_proj"),
+    *_linear("midlayer.mlp.up_proj"),
+    *_linear("midlayer.mlp.down_proj"),
+    *_norm("norm"),
+    *_linear("lm_head"),
+)
 
 
-def flax_path(torch_name: str) -> tuple[str, bool]:
+def flax_path(torch_name: str, table: tuple[Rule, ...] = TABLE) -> tuple[str, bool]:
     """Return (Flax path, transpose?) of a torch parameter name.
 
     Raises KeyError for a name that the table does not hold.
@@ -72,20 +88,20 @@ def flax_path(torch_name: str) -> tuple[str, bool]:
     >>> flax_path("layers.10.mlp.up_proj.weight")
     ('layers_10/mlp/up_proj/kernel', True)
     """
-    return _translate(torch_name, "torch", "flax")
+    return _translate(torch_name, "torch", "flax", table)
 
 
-def torch_name(path: str) -> tuple[str, bool]:
+def torch_name(path: str, table: tuple[Rule, ...] = TABLE) -> tuple[str, bool]:
     """Return (torch name, transpose?) of a Flax path.
 
     >>> torch_name("markov_head/markov_w1/embedding")
     ('markov_head.markov_w1.weight', False)
     """
-    return _translate(path, "flax", "torch")
+    return _translate(path, "flax", "torch", table)
 
 
-def _translate(name: str, source: str, goal: str) -> tuple[str, bool]:
-    for rule in TABLE:
+def _translate(name: str, source: str, goal: str, table: tuple[Rule, ...]) -> tuple[str, bool]:
+    for rule in table:
         pattern = re.escape(getattr(rule, source)).replace(re.escape("{i}"), r"(\d+)")
         match = re.fullmatch(pattern, name)
         if match:
@@ -94,11 +110,11 @@ def _translate(name: str, source: str, goal: str) -> tuple[str, bool]:
     raise KeyError(f"{name!r} is no parameter of a draft: parity/names.py has no {source} name so")
 
 
-def to_flax(state: Mapping[str, Array]) -> Tree:
+def to_flax(state: Mapping[str, Array], table: tuple[Rule, ...] = TABLE) -> Tree:
     """Turn a torch state dict of NumPy arrays (without t2d, d2t) into a Flax parameter tree."""
     tree: Tree = {}
     for name, value in state.items():
-        path, transpose = flax_path(name)
+        path, transpose = flax_path(name, table)
         *parents, leaf = path.split("/")
         node = tree
         for parent in parents:
@@ -107,11 +123,11 @@ def to_flax(state: Mapping[str, Array]) -> Tree:
     return tree
 
 
-def to_torch(tree: Mapping[str, Any]) -> dict[str, Array]:
+def to_torch(tree: Mapping[str, Any], table: tuple[Rule, ...] = TABLE) -> dict[str, Array]:
     """Turn a Flax parameter tree into a torch state dict of NumPy arrays; inverse of `to_flax`."""
     state = {}
     for path, value in _leaves(tree):
-        name, transpose = torch_name(path)
+        name, transpose = torch_name(path, table)
         array = np.asarray(value)
         state[name] = np.ascontiguousarray(array.T) if transpose else array
     return state

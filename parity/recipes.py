@@ -40,6 +40,28 @@ TOP: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 BARE = ("attention_mode", "target_layer_ids", "mask_token_id")  # a draft without heads
+EAGLE3: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "vocab_size": V,
+    "draft_vocab_size": K,
+    "hidden_size": H,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "num_target_layers": 4,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "eagle_config": {
+        "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
+        "use_aux_hidden_state": True,
+    },
+}
 OPTIMIZER = {
     "peak_rate": 3e-2,
     "final_rate": 1e-3,
@@ -67,7 +89,9 @@ class Recipe:
     loss mask. With `layout` "dflash" the draft is the backbone alone and the objective that of §12;
     with `steps` the case is a training run of so many AdamW steps (§14), with `decoding` (what
     differs from the base settings) a decoding with given draws (§10). `agreement`, from
-    0 to 1, says how much alike the target and the draft of such a case are.
+    0 to 1, says how much alike the target and the draft of such a case are. With `eagle3` (its
+    settings: `steps`, the training-time test's n) the draft is an EAGLE3 one and the objective that
+    of §13; `labels` "pruned" then means that the teacher's choices are.
     """
 
     name: str
@@ -80,6 +104,7 @@ class Recipe:
     steps: int = 0
     decoding: dict[str, Any] | None = None
     agreement: float = 0.0
+    eagle3: dict[str, Any] | None = None
 
 
 RECIPES: tuple[Recipe, ...] = (
@@ -113,6 +138,19 @@ RECIPES: tuple[Recipe, ...] = (
     Recipe("dpace-cumulative", layout="dflash", objective={"dpace": "cumulative", "beta": 0.5}),
     Recipe("dpace-continuation", layout="dflash", objective={"dpace": "continuation"}),
     Recipe("dpace-both", layout="dflash", objective={"dpace": "both"}),
+    Recipe("eagle3-pruned", eagle3={"steps": 3}),
+    Recipe(
+        "eagle3-full-mha",
+        {"draft_vocab_size": None, "num_key_value_heads": 4},
+        eagle3={"steps": 3},
+    ),
+    Recipe("eagle3-one-step", eagle3={"steps": 1}),
+    Recipe(
+        "eagle3-nothing-inside",
+        labels="pruned",
+        error="no in-vocabulary target tokens",
+        eagle3={"steps": 1},
+    ),
     Recipe("training-pruned", steps=6),
     Recipe("decoding-pruned", decoding={"temperature": 0.8}),
     Recipe("decoding-greedy", decoding={"temperature": 0.0}, agreement=1.0),

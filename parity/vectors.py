@@ -11,6 +11,7 @@ from rich.console import Console
 
 from parity.cases import Case, CaseError, list_cases, read_case
 from parity.checks.decoding import port_decoding, spec_decoding
+from parity.checks.eagle3 import port_eagle3, spec_eagle3
 from parity.checks.training import PARAMETER_TOLERANCE, port_training, spec_training
 from parity.compare import TOLERANCE, Comparison, compare_with_expectation
 from parity.sides import Answer, run_port, run_spec
@@ -19,6 +20,7 @@ from parity.sides import Answer, run_port, run_spec
 _KINDS = {
     "optimizer": (port_training, spec_training),
     "decoding": (port_decoding, spec_decoding),
+    "eagle3": (port_eagle3, spec_eagle3),
 }
 
 
@@ -60,7 +62,7 @@ def run_case(
 
 
 def answer_case(case: Case, side: str, dtype: str) -> Answer:
-    """Answer a case with one side: one batch, a training run or a decoding, as the case says."""
+    """Answer a case with one side: one batch, or the kind that the case says."""
     kind = next((name for name in _KINDS if name in case.extra), None)
     port, spec = _KINDS[kind] if kind else (None, None)
     return run_port(case, dtype, port) if side == "port" else run_spec(case, dtype, spec)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from parity.cases import Case
 from parity.compare import Comparison, compare_answers
-from parity.sides import run_port, run_spec
+from parity.vectors import answer_case
 
 # The sheet's words (§8): the only answers besides numbers in which two sides can agree.
 REFUSALS = ("no supervised target tokens", "no in-vocabulary target tokens")
@@ -16,7 +16,7 @@ def cross_check(case: Case, dtype: str) -> Comparison:
     Both refusing with the same one of §8's two errors is agreement: `refusal` holds its words. Any
     other answer that is missing is a problem: what was not compared does not agree.
     """
-    port, spec = run_port(case, dtype), run_spec(case, dtype)
+    port, spec = (answer_case(case, side, dtype) for side in ("port", "spec"))
     for words in REFUSALS:
         if all(a.failure == "refused" and words in (a.error or "") for a in (port, spec)):
             return Comparison(refusal=words)
