@@ -15,7 +15,7 @@ from torch_port.errors import NotBuiltError, UserError
 from torch_port.evaluation import evaluate
 from torch_port.models.dflash import DFlashDraft
 from torch_port.models.dspark import DSparkDraft
-from torch_port.objective.dflash import forward_batch
+from torch_port.objective.dflash import batch_denominators, forward_batch, reduce_denominators
 from torch_port.training.loop import train
 from torch_port.training.optimizer import MasterAdamW, OptimizerConfig
 from torch_port.training.step import accumulate_gradients, training_step
@@ -52,6 +52,24 @@ def test_accumulation_equals_one_batch(kind: str) -> None:
         torch.testing.assert_close(
             two[name].grad, parameter.grad, rtol=0, atol=1e-12 * scale, msg=name
         )
+
+
+@every_objective
+def test_sums_run_over_ranks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faults: a rank's own sums; D-PACE's B of one rank; more than one collective per step."""
+    model, b, reduced = dflash_draft(), holed_batch(), []
+
+    def all_reduce(sums: torch.Tensor) -> None:
+        reduced.append(sums.clone())
+        sums *= 3  # two other ranks with the same batch
+
+    local = batch_denominators(model, b, OBJECTIVES[kind])
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    sums = reduce_denominators(model, local)
+    assert len(reduced) == 1
+    assert torch.stack([sums.den, sums.ce_den, sums.divisor]).tolist() == (3 * local).tolist()
+    assert sums.divisor.item() == (3 * len(b.input_ids) if "decay" not in kind else sums.ce_den)
 
 
 @every_objective
