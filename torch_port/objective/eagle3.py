@@ -226,7 +226,7 @@ def _chunk_terms(
     with torch.no_grad():
         teacher_CK = product(torch.where(any_C.unsqueeze(-1), teacher_CH, 0), teacher_head_KH)
         conditional_CK = teacher_CK.softmax(-1)
-        true_CK = (teacher_CK - torch.where(any_C, normalizer_C, 0).unsqueeze(-1)).exp()
+        true_CK = (teacher_CK - normalizer_C.unsqueeze(-1)).exp()
     hidden_JCH = torch.where(supervised_JC.unsqueeze(-1), hidden_JCH, 0)
     logits_JCK = wide(hidden_JCH) @ wide(head_KH).T
     log_q_JCK = logits_JCK.log_softmax(-1)
