@@ -152,7 +152,8 @@ def test_the_chart_holds_both_curves(run: Run, tmp_path: Path) -> None:
     assert ratio == pytest.approx((8 / 11) / (3 / 4), rel=2e-3)  # a tenth of a pixel in 200
     text = (tmp_path / "c.svg").read_text()
     assert "<style>" in text
-    assert "--coverage:" in text
+    assert "color: #00785a" in text  # the colour of the curves
+    assert "var(" not in text
     assert run("sweep", "train.counts", "--svg", "c.svg")[0] == 2
     assert run("sweep", "train.counts", "--svg", "c.svg", "--overwrite")[0] == 0
     assert set(lines_of(tmp_path / "c.svg")) == {"training"}

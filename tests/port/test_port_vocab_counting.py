@@ -293,7 +293,8 @@ def test_batches_of_samples_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault: the rest after the last full batch lost, or a batch counted twice."""
     monkeypatch.setattr(counting, "_TOGETHER", 5)
     random = np.random.default_rng(0)
-    samples = [(random.integers(0, V, n), random.random(n)) for n in (3, 0, 4, 9, 1, 2)]
+    samples = [(random.integers(0, V, n), random.random(n)) for n in (3, 0, 4, 9, 30, 2)]
+    samples.append((np.array([3]), np.ones(1)))  # waits alone, or nearly, when the others are done
     expected: Counter[int] = Counter()
     for ids, weights in samples:
         expected.update(int(i) for i, w in zip(ids, weights, strict=True) if w > 0.5)
@@ -310,7 +311,7 @@ def test_padding_ids_are_never_counted() -> None:
 
 
 def test_features_counted_by_hand(tmp_path: Path) -> None:
-    """Faults: prompts counted; a change of ids, masks or names taken for the same corpus."""
+    """Faults: prompts counted; a change of ids or masks taken for the same corpus."""
     facts = tokenizer_facts(write_tokenizer(tmp_path / "tok"))
 
     def features(name: str, ids: list[int], mask: list[float], states: float = 0.0) -> Path:

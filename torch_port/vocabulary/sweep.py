@@ -5,6 +5,7 @@ One ranking of the ids serves every K: a larger map keeps what a smaller one kee
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,9 +28,6 @@ from torch_port.vocabulary.selection import (
 
 RULES = ("count", "mass")
 _CURVE_POINTS = 120
-_STANDALONE = """
-svg { background: var(--card); font-family: system-ui, "Segoe UI", Roboto, Arial, sans-serif; }
-"""
 
 
 @dataclass(frozen=True)
@@ -149,7 +147,7 @@ def default_sizes(ranking: Ranking) -> list[int]:
 
 
 def coverage_chart(ranking: Ranking, chosen: int | None = None) -> str:
-    """Return the coverage curves as an SVG document, light and dark, without any dependency.
+    """Return the coverage curves as an SVG document that needs nothing beside it.
 
     Arguments: `ranking`; `chosen` K to mark, or None.
     """
@@ -160,24 +158,51 @@ def coverage_chart(ranking: Ranking, chosen: int | None = None) -> str:
     def points(curve: NDArray[np.float64]) -> list[Point]:
         return [(float(size), float(curve[size - 1])) for size in sizes.tolist()]
 
-    lines = [Series("training", points(ranking.train), "coverage", "tokens", dashed=True)]
+    def note(curve: NDArray[np.float64]) -> str:
+        return "" if chosen is None else f"{curve[chosen - 1]:.2%} at K"
+
+    curves = [("training", ranking.train, "coverage", True)]
     if ranking.heldout is not None:
-        lines.append(Series("held-out", points(ranking.heldout), "full", "tokens"))
+        curves.append(("held-out", ranking.heldout, "full", False))
     if ranking.mass is not None:
-        lines.append(Series("kept mass", points(ranking.mass), "pruned", "of the teacher"))
+        curves.append(("kept mass", ranking.mass, "pruned", False))
+    lines = [
+        Series(name, points(curve), style, note(curve), dashed)
+        for name, curve, style, dashed in curves
+    ]
     marker = None if chosen is None else Marker(float(chosen), f"K = {fixed(chosen, 0)}")
     chart = line_chart(
         "Coverage against the size of the draft vocabulary",
         "The share of supervised tokens that a draft vocabulary of K ids holds. A held-out curve "
         "far below the training one says that the corpus is too narrow for its map.",
         lines,
-        Axis("K, ids kept", log=True),
+        Axis("K, ids kept", log=True, text=_thousands),
         Axis("share covered", text=percent_text),
         marker,
     )
     head, rest = chart.split(">", 1)
     size = f'width="{2 * WIDTH}" height="{2 * HEIGHT}"'
-    return f"{head} {size}><style>{STYLE}{_STANDALONE}</style>{rest}\n"
+    page = f'<rect width="{WIDTH}" height="{HEIGHT}" fill="{_colours()["card"]}"/>'
+    return f"{head} {size}><style>{_style()}</style>{page}{rest}\n"
+
+
+def _thousands(value: float) -> str:
+    """A tick's label, short enough for its neighbours."""
+    return f"{value:g}" if value < 1000 else f"{value / 1000:g}k"
+
+
+def _colours() -> dict[str, str]:
+    """The report's light colours by name."""
+    return dict(re.findall(r"--(\w+): (#\w+);", STYLE.split("@media")[0]))
+
+
+def _style() -> str:
+    """The report's rules for charts, with colours written out: not every viewer knows var()."""
+    colours = _colours()
+    charts = ("svg ", ".pruned ", ".untrained ")  # the last two begin the lines of all series
+    rules = [line for line in STYLE.splitlines() if line.startswith(charts)]
+    font = 'svg { font-family: system-ui, "Segoe UI", Roboto, Arial, sans-serif; }'
+    return re.sub(r"var\(--(\w+)\)", lambda m: colours[m[1]], "\n".join([font, *rules]))
 
 
 def _check_heldout(counts: TokenCounts, heldout: TokenCounts) -> None:

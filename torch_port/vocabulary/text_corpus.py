@@ -36,7 +36,9 @@ from torch_port.vocabulary.counts import TokenCounts, cache_key, read_cache, wri
 from torch_port.vocabulary.tokens import TokenizerFacts, check_sizes, load_tokenizer
 
 CHAT_TEMPLATES = {"chatml": CHAT_TEMPLATE}
-PIECE_BYTES = 4 << 20  # some seconds of work: short for a progress bar, long beside its overhead
+# Some seconds of work: short for a progress bar, long beside its overhead.
+PIECE_BYTES = 4 << 20
+_PIECES_EACH = 8  # at least so many for each process, that none waits long for the last one
 
 
 @dataclass(frozen=True)
@@ -91,14 +93,14 @@ def count_text(
     *,
     workers: int = 1,
     cache: Path | None = None,
-    piece_bytes: int = PIECE_BYTES,
+    piece_bytes: int | None = None,
 ) -> tuple[TokenCounts, bool]:
     """Count the supervised tokens of conversations, or take the counts from the cache.
 
     Every supervised token counts, also in a conversation too short to train on.
 
     Arguments: `corpus`; `vocab_size` V; `workers`, processes that tokenize (1: this one);
-    `cache` directory or None; `piece_bytes` of a file that a process takes at a time.
+    `cache` directory or None; `piece_bytes` of a file that a process takes at a time (chosen).
     Returns (counts, whether they were cached).
     Raises UserError for unusable settings, a bad line (with its file and number), a corpus
     without a supervised token, a process that died.
@@ -112,6 +114,9 @@ def count_text(
     held = read_cache(cache, key)
     if held is not None:
         return held, True
+    if piece_bytes is None:
+        share = sum(file.stat().st_size for file in corpus.files) // (_PIECES_EACH * workers)
+        piece_bytes = max(1 << 16, min(PIECE_BYTES, share))
     total, samples, truncated = _count_pieces(corpus, vocab_size, console, workers, piece_bytes)
     if not total.any():
         raise UserError(
@@ -249,8 +254,8 @@ _counter: _Counter | None = None
 
 def _start(*settings: Path | int) -> None:
     global _counter
-    # Ctrl-C reaches the whole group; the first process ends the others, without their tracebacks.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C reaches the whole group, and ends this process at once and without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     _counter = _Counter(*settings)  # type: ignore[arg-type]
 
 
