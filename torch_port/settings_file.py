@@ -21,6 +21,15 @@ from torch_port.errors import UserError
 class _Loader(yaml.SafeLoader):
     """SafeLoader with YAML 1.2's plain numbers and booleans; builds no objects of other kinds."""
 
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Compose a node; refuse aliases, with which a value could contain itself."""
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise yaml.composer.ComposerError(
+                None, None, f"alias *{event.anchor}: write the value out", event.start_mark
+            )
+        return super().compose_node(parent, index)
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Build a mapping; refuse a name given twice."""
         seen: set[str] = set()
@@ -61,7 +70,7 @@ def parse_value(text: str) -> Any:
     """
     try:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"no YAML value: {_one_line(error)}") from None
 
 

@@ -177,7 +177,7 @@ def test_rule_4_sizes(changes: dict, words: str) -> None:
     facts = sized(Facts(DSPARK, map_path="m.safetensors"), V, K)
     with pytest.raises(UserError, match=words):
         raise UserError(rejections(replace(facts, **changes))["4 sizes agree"])
-    assert not rejections(replace(facts, pinned=(0, 0, 9), map=a_map()))
+    assert not rejections(replace(facts, pinned=(0, 0, 0, 9, 9, 9), map=a_map()))  # two ids
 
 
 def test_rule_4_without_the_draft_config() -> None:
