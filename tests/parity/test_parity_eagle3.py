@@ -42,6 +42,30 @@ def test_losses_metrics_and_gradients(name: str, seed: int, density: float) -> N
     assert result.passes(TOLERANCE["float64"]), (result.problem, result.worst_named())
 
 
+@pytest.mark.parametrize("bad_id", [-1, 10**6])
+def test_what_is_not_supervised_changes_nothing_on_either_side(bad_id: int) -> None:
+    """Fault (field-note 9): NaN of an unsupervised label's teacher, or an id of the padding.
+
+    The same program on inputs that must not matter: equal to the bit.
+    """
+    case = random_case("eagle3-pruned", 7)
+    on, at = case.tensors["batch/loss_mask"] > 0.5, np.arange(S)[None, :]
+    last = S - 1 - on[:, ::-1].argmax(axis=1)
+    teaches = (at >= 1) & np.pad(on[:, 1:], ((0, 0), (0, 1)))
+    states = case.tensors["batch/target_last_hidden_states"]
+    poisoned = {
+        "batch/target_last_hidden_states": np.where(teaches[:, :, None], states, np.float32("nan")),
+        "batch/input_ids": np.where(at < last[:, None], case.tensors["batch/input_ids"], bad_id),
+    }
+    assert np.isnan(poisoned["batch/target_last_hidden_states"]).any()
+    for side in ("port", "spec"):
+        clean = answer_case(case, side, "float64")
+        dirty = answer_case(replace(case, tensors=case.tensors | poisoned), side, "float64")
+        assert dirty.loss == clean.loss
+        for name, gradient in clean.gradients.items():
+            np.testing.assert_array_equal(dirty.gradients[name], gradient, err_msg=name)
+
+
 def test_both_refuse() -> None:
     """Faults: a loss of 0 in place of a refusal; other words than the sheet's."""
     empty = random_case("eagle3-one-step", 1, density=0.0)
