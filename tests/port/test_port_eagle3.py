@@ -353,6 +353,34 @@ def test_precision(dtype: torch.dtype, loss_error: float, gradient_error: float)
     assert terms.kept_mass.max() <= 1 + 1e-6
 
 
+def test_bf16_logits_are_never_rounded() -> None:
+    """The objective alone, on bf16 states: fault, logits of up to 40 rounded to a step of 1/8.
+
+    Products of bf16 factors are exact in float32; sums and exponentials of it are left.
+    """
+    low, frozen, b = eagle3_draft().bfloat16(), target(), eagle3_batch()
+    b = b.to(torch.device("cpu"), torch.bfloat16)
+    with torch.no_grad():
+        low.lm_head.weight.mul_(8)
+    E, U = frozen.embed_tokens.bfloat16(), frozen.lm_head.bfloat16()
+    g = torch.Generator().manual_seed(7)
+    states = [torch.randn(2, 9, 8, generator=g).bfloat16() * 4 for _ in range(2)]
+    prepared = prepare_eagle3(low, b, FrozenTarget(E, U))
+    with torch.no_grad():
+        terms = eagle3_terms(low, states, prepared, FrozenTarget(E, U))
+    exact, wide = low.double(), FrozenTarget(E.double(), U.double())
+    b = b.to(torch.device("cpu"), torch.float64)
+    with torch.no_grad():
+        want = eagle3_terms(
+            exact, [x.double() for x in states], prepare_eagle3(exact, b, wide), wide
+        )
+    assert want.ce.max() > 20
+    for name in ("ce", "accept", "kept_mass"):
+        got, expected = getattr(terms, name).double(), getattr(want, name)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6, msg=name)
+    assert torch.equal(terms.correct.double(), want.correct)
+
+
 @pytest.mark.parametrize(
     ("mask", "length"), [([[1.0, 1.0]], 2), ([[1.0]], 1), ([[1.0, 1.0, 0.5, 0.0]], 4)]
 )
