@@ -18,6 +18,7 @@ from dflash_toys import (
 from drawn import HIDDEN, assert_same, batches, gradients, mib
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scan import Scan
 from torch import Tensor
 from toys import G, H, V, target
 
@@ -189,7 +190,7 @@ def test_weights_carry_no_gradient(kind: str, compute: ComputeConfig) -> None:
 # --- The two forms -------------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_fused_equals_plain(data: st.DataObject) -> None:
     """Any anchors and masks, ids of padding −1 or V, chunks of any size. float64, 1e-12.
@@ -291,3 +292,56 @@ def test_ranks_scale_the_loss(kind: str, compute: ComputeConfig) -> None:
     for name, value in one.items():
         factor = 4 if name == "loss" or name.startswith("gradient") else 1
         assert torch.equal(four[name], factor * value), name
+
+
+@both_forms
+@every_objective
+def test_nothing_syncs_and_nothing_is_float64(kind: str, compute: ComputeConfig) -> None:
+    """Faults: a number read on the host, boolean indexing, a float64 on the device."""
+    model = dflash_draft(compute).float()
+    b = holed_batch().laid_out(G, BONUS_ANCHOR).to(torch.device("cpu"), torch.float32)
+    frozen = FrozenTarget(target().embed_tokens.float(), target().lm_head.float())
+    objective = OBJECTIVES[kind]
+    forward_batch(model, b, frozen, objective)  # index and rotary tables are made once
+    with Scan("cpu") as scan:
+        run(model, b, frozen, objective)
+    names = {operator.split(".")[1] for operator in scan.operators}
+    assert "index_select" in names
+    assert not names & {
+        "_local_scalar_dense",
+        "nonzero",
+        "masked_select",
+        "masked_scatter",
+        "index_put_",
+        "index",
+    }
+    assert torch.float64 not in scan.dtypes
+
+
+@both_forms
+@every_objective
+def test_bf16_follows_float64(kind: str, compute: ComputeConfig) -> None:
+    """Fault: weights or sums held in bf16. Against float64 on the same rounded numbers.
+
+    States are given, so what is rounded is the logit gradient and its product, 2⁻⁹ each: 0.02 of
+    the largest gradient; the loss comes from float32 logits of 8 terms: 1e-5.
+    """
+    cpu, objective, found = torch.device("cpu"), OBJECTIVES[kind], []
+    states = torch.randn(2, 3, G, H, generator=torch.manual_seed(0)).bfloat16()
+    rounded = holed_batch().to(cpu, torch.bfloat16)
+    E, U = target().embed_tokens.bfloat16(), target().lm_head.bfloat16()
+    for dtype in (torch.bfloat16, torch.float64):
+        model, b = dflash_draft(compute).to(dtype), rounded.to(cpu, dtype)
+        leaf = states.detach().to(dtype, copy=True).requires_grad_()
+        model.forward = lambda *_, leaf=leaf: leaf  # type: ignore[method-assign]
+        frozen = FrozenTarget(E.to(dtype), U.to(dtype))
+        outcome = forward_batch(model, b, frozen, objective, sums_of(model, b, objective))
+        assert outcome.loss is not None
+        torch.autograd.backward(outcome.loss)
+        assert leaf.grad is not None
+        found.append((outcome.loss.detach(), leaf.grad.double(), outcome.weights))
+    (loss, gradient, weights), (exact, want, _) = found
+    assert loss.dtype == weights.dtype == torch.float32
+    assert loss.item() == pytest.approx(exact.item(), rel=1e-5)
+    scale = want.abs().max().item()
+    torch.testing.assert_close(gradient, want, rtol=0, atol=0.02 * scale)
