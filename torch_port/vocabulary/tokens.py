@@ -95,8 +95,7 @@ def _byte_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     for names in ([f"<0x{byte:02X}>" for byte in range(256)], sorted(ByteLevel.alphabet())):
         found = [tokenizer.token_to_id(name) for name in names]
         ids = [i for i in found if i is not None]
-        if len(ids) == len(
-            names
-        ):  # all or none: some letters of the alphabet are in any vocabulary
+        # All or none: some letters of the alphabet are in any vocabulary.
+        if len(ids) == len(names):
             return tuple(sorted(ids))
     return ()
