@@ -13,7 +13,7 @@ from emulated_npu import RefusedError, emulated_torch_npu
 from scan import Functions, Scan
 from torch import Tensor, nn
 from torch.nn import functional as F
-from toys import KEPT, G, V, batch, draft, target
+from toys import G, batch, draft, target, to_meta
 
 import torch_port
 from torch_port import device
@@ -319,12 +319,12 @@ def run(
     """Forward and backward of the toy draft in a dtype on a device."""
     model, b, frozen = draft(scale=3.0, **changes), batch().laid_out(G), target()
     model.compute = compute or model.compute
-    model.to(where, dtype)
+    if where == "meta":
+        to_meta(model, dtype)
+    else:
+        model.to(where, dtype)
     b = b.to(torch.device(where), dtype)
     frozen = FrozenTarget(frozen.embed_tokens.to(where, dtype), frozen.lm_head.to(where, dtype))
-    if where == "meta":  # the map is read on the host once, before the first step, and needs values
-        model._kept_ids = torch.tensor(KEPT).to(where)
-        model._pruned_ids = torch.tensor([i for i in range(V) if i not in KEPT]).to(where)
     objective = ObjectiveConfig(loss_decay_gamma=3.0)
     den, ce_den = batch_denominators(model, b, objective)
     outcome = forward_batch(model, b, frozen, objective, Denominators(den, ce_den))

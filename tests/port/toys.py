@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch_port.config import DraftConfig
 from torch_port.data.batch import Batch
 from torch_port.models.dspark import DSparkDraft, FrozenTarget
-from torch_port.vocabulary.mapping import buffers_from_kept
+from torch_port.vocabulary.mapping import DraftVocabMappingMixin, buffers_from_kept
 
 V, H, S, G = 16, 8, 12, 4
 KEPT = (0, 3, 4, 9, 12)
@@ -76,6 +77,21 @@ def draft(seed: int = 0, scale: float = 10.0, **changes: Any) -> DSparkDraft:
     if model.prunes_vocabulary:
         model.install_vocab_mapping(*toy_map())
     return model
+
+
+def to_meta(model: DraftVocabMappingMixin, dtype: torch.dtype) -> None:
+    """Move a draft to torch's meta device, which has no values; its map was read on the host first.
+
+    On a device that has values this is one read at the first step.
+    """
+    model.pruned_target_ids()
+    read = model._vocabulary()
+    assert read.pruned_P is not None
+    model.to("meta", dtype)
+    kept_K, pruned_P = (ids.to("meta") for ids in (read.kept_K, read.pruned_P))
+    model._derived = replace(
+        read, stamp=model._stamp(), kept_K=kept_K, pruned_P=pruned_P, index_V=None, head=None
+    )
 
 
 def target(seed: int = 1, vocab_size: int = V) -> FrozenTarget:
