@@ -22,11 +22,13 @@ class _Loader(yaml.SafeLoader):
     """SafeLoader with YAML 1.2's plain numbers and booleans; builds no objects of other kinds."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose a node; refuse aliases, with which a value could contain itself."""
-        if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()
+        """Compose a node; refuse aliases (a value could contain itself) and tags."""
+        event = self.peek_event()
+        alias = isinstance(event, yaml.AliasEvent)
+        if alias or getattr(event, "tag", None) is not None:
+            what = f"alias *{event.anchor}" if alias else f"tag {event.tag}"
             raise yaml.composer.ComposerError(
-                None, None, f"alias *{event.anchor}: write the value out", event.start_mark
+                None, None, f"{what}: write the value out", event.start_mark
             )
         return super().compose_node(parent, index)
 
