@@ -216,6 +216,22 @@ def test_derived_tables_follow_every_change() -> None:
     assert decoded(toy) == list(OTHER)
 
 
+def test_copies_of_a_draft_copy_no_target_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: V·H more bytes for every copy, by way of the rows that the draft keeps at hand."""
+    toy, shapes = installed(), []
+    toy.draft_head(ROWS)
+    original = Tensor.__deepcopy__
+
+    def counted(tensor: Tensor, memo: dict[int, object]) -> Tensor:
+        shapes.append(tuple(tensor.shape))
+        return original(tensor, memo)
+
+    monkeypatch.setattr(Tensor, "__deepcopy__", counted)
+    assert decoded(copy.deepcopy(toy)) == list(KEPT)
+    assert shapes
+    assert tuple(ROWS.shape) not in shapes
+
+
 def test_buffers_are_read_once_per_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault: a host read, which is a device sync, at every step."""
     reads: list[int] = []

@@ -342,10 +342,11 @@ def _before_load(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, 
             "says nothing, save the draft again"
         )
     if not module.has_vocab_buffers:
+        sizes = d2t.numel(), t2d.numel()
         raise UserError(
-            f"vocabulary map: the checkpoint holds one of {len(d2t)} of {len(t2d)} ids, but this "
+            f"vocabulary map: the checkpoint holds one of {sizes[0]} of {sizes[1]} ids, but this "
             f"draft has draft_vocab_size {module.draft_vocab_size}, all of the target's, and would "
-            f"ignore it; set draft_vocab_size to {len(d2t)}, or load a full-vocabulary checkpoint"
+            f"ignore it; set draft_vocab_size to {sizes[0]}, or load a full-vocabulary checkpoint"
         )
     if t2d.is_meta or d2t.is_meta or module.t2d.is_meta:
         return  # no values on one of the sides; what arrives is read after the load
