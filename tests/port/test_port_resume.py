@@ -175,8 +175,12 @@ def test_value_that_is_due_and_missing_is_an_error() -> None:
         ),
         (
             "dflash", DraftConfig.from_hf(hf_config(**HEADLESS)), DFlashObjectiveConfig(),
-            {"dpace": None, "beta": 0.5, "layout": "bonus-anchor", "mask_token_id": 1},
-            {"markov_rank", "ce_alpha", "steps"},
+            {"dpace": "none", "layout": "bonus-anchor", "mask_token_id": 1},
+            {"markov_rank", "ce_alpha", "steps", "beta"},
+        ),
+        (
+            "dflash", DraftConfig.from_hf(hf_config(**HEADLESS)),
+            DFlashObjectiveConfig(dpace="both"), {"dpace": "both", "beta": 0.5}, {"steps"},
         ),
     ],
 )  # fmt: skip
@@ -185,7 +189,7 @@ def test_other_families(
 ) -> None:
     """Fault: a key of one family demanded of another, whose checkpoints cannot have it."""
     got = record(run_values(ALGORITHMS[name], draft, objective, "f"))
-    assert there.items() <= got.items()
+    assert {key: got.get(key) for key in there} == there
     assert not absent & set(got)
     with pytest.raises(UserError, match="algorithm is"):
         check_resume(got, dspark())
