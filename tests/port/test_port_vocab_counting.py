@@ -328,6 +328,10 @@ def test_features_counted_by_hand(tmp_path: Path) -> None:
     assert counts.mass is None
     same = features("same", [A, B, 12], [1, 1, 0], states=1.0)  # states are no part of a count
     assert count_features([same], facts, V, QUIET, cache=tmp_path / "cache")[1]
+    # Read by samples (with a head) or by shards: one corpus, one fingerprint.
+    massed, _ = count_features([first], facts, V, QUIET, head_VH=torch.zeros(V, 3))
+    assert massed.corpus_fingerprint == counts.corpus_fingerprint
+    assert found(massed) == found(counts)
     other = features("other", [B, A, 12], [1, 1, 0])  # same counts, another corpus
     masked = features("masked", [A, B, 12], [1, 0, 0])
     for path in (other, masked):
@@ -399,6 +403,12 @@ def test_mass_of_features_ranks_by_the_teacher(tmp_path: Path) -> None:
     assert not cached
     assert moved.mass is not None
     assert moved.mass.argmax() == V - 1 - 12
+    write_features(tmp_path / "g", [sample([A, B], [0, 1], p.flip(0).log().repeat(2, 1))])
+    again, cached = count_features(
+        [tmp_path / "g"], facts, V, QUIET, head_VH=head, cache=tmp_path / "cache"
+    )
+    assert not cached  # other states of the same tokens
+    assert again.corpus_fingerprint == counts.corpus_fingerprint
 
 
 def test_the_targets_head(tmp_path: Path) -> None:

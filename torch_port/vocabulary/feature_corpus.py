@@ -1,12 +1,13 @@
 """Counting feature directories: their supervised ids, and the teacher's mass on every id.
 
-Ids and masks are read sample by sample; states only for the mass, and then the final ones alone.
+Ids and masks are read shard by shard; states only for the mass, the final ones, by samples.
 Imports torch, as reading features does.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -37,8 +38,9 @@ def count_features(
 ) -> tuple[TokenCounts, bool]:
     """Count the supervised tokens of feature directories, and sum the teacher's mass with a head.
 
-    The fingerprint is over what is counted: per sample its name and the bytes of ids and mask (and
-    of the final states, with a head), not over the captured layers, which change no count.
+    The corpus fingerprint is over what is counted: the samples' names and lengths, ids and masks,
+    however they are sharded, not over the captured layers, which change no count. With a head the
+    cache also asks for the same final states.
     Finding it reads the tokens once, so they are counted on the way; the cache saves the mass.
 
     Arguments: `directories`; the target's `tokenizer`; `vocab_size` V; `head_VH` U, or None for
@@ -55,8 +57,9 @@ def count_features(
         )
     features = [FeatureDirectory(path) for path in directories]
     total = sum(map(len, features))
-    digest = hashlib.sha256()
-    with stage("counting", total, console) as progress:
+    digest = _Digest()
+    rows = sum(sum(directory.lengths) for directory in features)
+    with stage("counting", rows, console) as progress:
         tokens = _tokens(features, digest, head_VH is not None, progress)
         counts = count_supervised_tokens(tokens, vocab_size, tokenizer.size)
     if not counts.any():
@@ -65,7 +68,9 @@ def count_features(
             "Capture conversations with assistant turns"
         )
     target = "" if head_VH is None else head_fingerprint(head_VH)
-    key = cache_key(digest.hexdigest(), tokenizer.fingerprint, vocab_size, target)
+    key = cache_key(
+        digest.corpus(), tokenizer.fingerprint, vocab_size, target and target + digest.states()
+    )
     held = read_cache(cache, key)
     if held is not None:
         return held, True
@@ -78,7 +83,7 @@ def count_features(
         samples=total,
         truncated=0,  # the capture cut them, and features do not say which
         source="features",
-        corpus_fingerprint=digest.hexdigest(),
+        corpus_fingerprint=digest.corpus(),
         tokenizer_fingerprint=tokenizer.fingerprint,
         target_fingerprint=target,
     )
@@ -86,22 +91,51 @@ def count_features(
     return result, False
 
 
+class _Digest:
+    """Fingerprints that grow with what is read; one stream each, so that sharding is no part."""
+
+    def __init__(self) -> None:
+        self._streams = {name: hashlib.sha256() for name in ("samples", "ids", "mask", "states")}
+
+    def add(self, name: str, content: bytes | memoryview) -> None:
+        self._streams[name].update(content)
+
+    def corpus(self) -> str:
+        parts = [self._streams[name].hexdigest() for name in ("samples", "ids", "mask")]
+        return hashlib.sha256("".join(parts).encode()).hexdigest()
+
+    def states(self) -> str:
+        return self._streams["states"].hexdigest()
+
+
 def _tokens(
-    features: Sequence[FeatureDirectory], digest: hashlib._Hash, with_states: bool, progress: Stage
+    features: Sequence[FeatureDirectory], digest: _Digest, with_states: bool, progress: Stage
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
-    """Yield every sample's ids and mask, and add to the digest what is counted of it."""
+    """Yield ids and masks, and add to the digest what is counted of them."""
     done = 0
     for directory in features:
-        for i, name in enumerate(directory.ids):
-            sample = directory.final_states(i) if with_states else directory.tokens(i)
-            digest.update(f"{name}\0".encode())
-            for key in sorted(sample):
-                tensor = sample[key].contiguous()
-                digest.update(f"{key}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
-                digest.update(_bytes(tensor))
-            yield sample["input_ids"].numpy(), sample["loss_mask"].float().numpy()
-            done += 1
+        samples = [list(pair) for pair in zip(directory.ids, directory.lengths, strict=True)]
+        digest.add("samples", json.dumps(samples).encode())
+        for ids, mask, *states in _read(directory, with_states):
+            counted = ids.long().numpy(), mask.float().numpy()
+            digest.add("ids", counted[0].data)
+            digest.add("mask", counted[1].data)
+            for tensor in states:
+                digest.add("states", f"{tensor.dtype}\0{list(tensor.shape)}\0".encode())
+                digest.add("states", _bytes(tensor.contiguous()))
+            yield counted
+            done += len(ids)
             progress.update(done)
+
+
+def _read(directory: FeatureDirectory, with_states: bool) -> Iterator[tuple[Tensor, ...]]:
+    """Ids and masks of a shard at a time; with the final states of a sample at a time."""
+    if not with_states:
+        yield from directory.iter_tokens()  # a file is opened once, not once for every sample
+        return
+    for i in range(len(directory)):
+        sample = directory.final_states(i)
+        yield sample["input_ids"], sample["loss_mask"], sample["target_last_hidden_states"]
 
 
 def _bytes(tensor: Tensor) -> memoryview:
