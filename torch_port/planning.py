@@ -143,8 +143,8 @@ def separate_producer_has_a_map(facts: Facts) -> Verdict:
         rule,
         "reject",
         "data.producer is 'separate' (another process makes the features), vocabulary.map is not "
-        f"set, and {why}: the two processes cannot derive one shared map. Build a map first and "
-        "set vocabulary.map, or set data.producer to 'files'",
+        f"set, and {why}: the two processes cannot derive one shared map. Build one "
+        "(torch-port vocab build) and set vocabulary.map, or set data.producer to 'files'",
     )
 
 
