@@ -60,7 +60,7 @@ _Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existi
 def count(
     corpus: Annotated[
         list[Path],
-        typer.Argument(metavar="CORPUS…", help="JSONL files, or feature directories."),
+        typer.Argument(metavar="CORPUS", help="JSONL files, or feature directories."),
     ],
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where to write the counts.")],
     tokenizer: Annotated[
