@@ -25,6 +25,7 @@ from jaxdraft import (
     teacher,
 )
 from jaxdraft import eagle3_objective as terms
+from jaxdraft.eagle3_evaluate import read_slots
 from jaxdraft.vocabulary import kept_ids
 
 N = Eagle3Objective(steps=STEPS)
@@ -324,6 +325,28 @@ def test_what_is_not_supervised_changes_nothing_note_9():
             assert np.isfinite(got).all()
             # the same program on inputs that must not matter: equal to the bit
             np.testing.assert_array_equal(got, wanted)
+
+
+def test_slots_are_finite_where_nothing_counts_note_9():
+    # Fault: rows of teacher or draft selected after the operation. (Compiled, XLA makes a select
+    # of the product with the mask and hides it.)
+    tidy = batch()
+    mask = eagle3.supervised_slots(tidy.loss_mask, STEPS)
+    # Step 0 reads every teacher: here T is NaN wherever it teaches no supervised label.
+    teaches = jnp.pad(mask[:, 0, :-1], ((0, 0), (1, 0)))[:, :, None]
+    states = jnp.where(teaches, tidy.target_last_hidden_states, jnp.nan)
+    z = jnp.where(mask[..., None], clean(PRUNED)[0].draft_logits, jnp.nan)
+    slots = read_slots(
+        PRUNED, target(), toy_map(), tidy._replace(target_last_hidden_states=states), z
+    )
+    assert np.isfinite(slots.ce).all()
+    assert np.isfinite(slots.accept).all()
+    np.testing.assert_allclose(  # eager and compiled: rounding of other fusions
+        np.where(mask, slots.accept, 0),
+        np.where(mask, clean(PRUNED)[0].accept_probability, 0),
+        rtol=0,
+        atol=1e-14,
+    )
 
 
 def test_float32_follows_its_inputs():
