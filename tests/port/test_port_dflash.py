@@ -234,9 +234,11 @@ def test_fused_equals_plain(data: st.DataObject) -> None:
 def test_what_does_not_count_may_be_anything(kind: str, compute: ComputeConfig) -> None:
     """Field-note 9: slot 0, holes and dropped blocks with states of NaN; ids of −1 and V.
 
-    Fault: a weight of 0 that comes after the operation. The clean run's values, bit for bit.
+    Faults: a weight of 0 that comes after the operation; 0·NaN in the product for a trained head.
+    The clean run's values, bit for bit.
     """
-    model, b, frozen, objective = dflash_draft(compute), holed_batch(), target(), OBJECTIVES[kind]
+    model, b, frozen = dflash_draft(compute, trainable_head=True), holed_batch(), target()
+    objective = OBJECTIVES[kind]
     sums, found = sums_of(model, b, objective), []
     states = torch.randn(2, 3, G, H, dtype=torch.float64, generator=torch.manual_seed(0))
     for poison, spoil in ((0.0, False), (torch.nan, False), (torch.inf, True)):
@@ -250,8 +252,10 @@ def test_what_does_not_count_may_be_anything(kind: str, compute: ComputeConfig) 
         outcome = forward_batch(model, poisoned, frozen, objective, sums)
         del model.forward
         assert outcome.loss is not None
+        model.zero_grad()
         torch.autograd.backward(outcome.loss)
-        found.append({"h": leaf.grad, "loss": outcome.loss.detach(), "weights": outcome.weights})
+        values = {"h": leaf.grad, "loss": outcome.loss.detach(), "weights": outcome.weights}
+        found.append(values | gradients(model))
     assert found[0]["h"].abs().max() > 0
     for values in found[1:]:
         assert all(torch.equal(value, found[0][name]) for name, value in values.items())
