@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from toys import G, S, batch, draft, target
 
 from torch_port.compute import ComputeConfig
-from torch_port.config import ObjectiveConfig
+from torch_port.config import ANCHOR_FIRST, BONUS_ANCHOR, ObjectiveConfig
 from torch_port.data.batch import Batch
 from torch_port.device import NPU, PORTABLE, use_kernels
 from torch_port.errors import UserError
@@ -203,8 +203,10 @@ def test_states_at_or_after_an_anchor_do_not_matter(form: str, changes: dict) ->
 # --- Layout --------------------------------------------------------------------------------------
 
 
-def layout_by_loops(mask: Tensor, anchors: Tensor, keep: Tensor, gamma: int) -> dict[str, object]:
-    """§3.3 and §3.5 slot by slot."""
+def layout_by_loops(
+    mask: Tensor, anchors: Tensor, keep: Tensor, gamma: int, bonus: bool
+) -> dict[str, object]:
+    """§3.3 and §3.5 slot by slot; with `bonus` slot k predicts x[a+k], and a hole ends nothing."""
     (B, N), S = anchors.shape, mask.shape[1]
     slots, visits = [], []
     for b in range(B):
@@ -215,9 +217,13 @@ def layout_by_loops(mask: Tensor, anchors: Tensor, keep: Tensor, gamma: int) -> 
                 continue
             row.append((a, n))
             for k in range(gamma):
-                if a + 1 + k >= S or mask[b, a + 1 + k] <= 0.5:
+                label = a + k if bonus else a + 1 + k
+                if bonus and k == 0:
+                    continue
+                if label >= S or (mask[b, label] <= 0.5 and not bonus):
                     break
-                slots.append((b * S + a + k, (b * N + n) * gamma + k))
+                if mask[b, label] > 0.5:
+                    slots.append((b * S + label - 1, (b * N + n) * gamma + k))
         visits.append(tuple(sorted(row)))
     slots.sort()
     positions = sorted({position for position, _ in slots})
@@ -225,6 +231,7 @@ def layout_by_loops(mask: Tensor, anchors: Tensor, keep: Tensor, gamma: int) -> 
     flat = [pair for row in visits for pair in row]
     return {
         "block_size": gamma,
+        "block_layout": BONUS_ANCHOR if bonus else ANCHOR_FIRST,
         "slots_M": [slot for _, slot in slots],
         "place_M": [positions.index(position) for position, _ in slots],
         "positions_P": positions,
@@ -236,14 +243,14 @@ def layout_by_loops(mask: Tensor, anchors: Tensor, keep: Tensor, gamma: int) -> 
 
 
 @settings(max_examples=80)
-@given(case=cases())
-def test_layout_against_loops(case: Case) -> None:
+@given(case=cases(), bonus=st.booleans())
+def test_layout_against_loops(case: Case, bonus: bool) -> None:
     """Faults: slots of a dropped or ended block, rows counted with another stride, an order that
     depends on the sort."""
     gamma = case.changes["block_size"]
-    b = case.batch.laid_out(gamma)
+    b = case.batch.laid_out(gamma, BONUS_ANCHOR if bonus else ANCHOR_FIRST)
     assert b.layout is not None
-    want = layout_by_loops(b.loss_mask, b.anchor_positions, b.block_keep_mask, gamma)
+    want = layout_by_loops(b.loss_mask, b.anchor_positions, b.block_keep_mask, gamma, bonus)
     for field in fields(Layout):
         value = getattr(b.layout, field.name)
         if isinstance(value, Tensor):
