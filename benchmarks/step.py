@@ -64,6 +64,10 @@ def main(
     console = Console()
     if docs is not None:
         _check_docs(docs)
+    if json_path is not None and not json_path.parent.is_dir():
+        raise typer.BadParameter(
+            f"{json_path}: its directory does not exist; make it first", param_hint="--json"
+        )
     report = _run([only] if only else list(Part), compare, repeats, quick, console)
     if json_path is not None:
         json_path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
