@@ -90,14 +90,15 @@ def test_a_wrong_number_is_found(
     """Fault: `parity demo` agreeing whatever the numbers say. One gradient moves by 1e-6."""
     import parity.checks.losses
     from parity.demo import check_demo
-    from parity.sides import run_port
+    from parity.vectors import answer_case
 
-    def wrong(case, dtype):
-        answer = run_port(case, dtype)
-        answer.gradients["fc.weight"][0, 0] += 1e-6
+    def wrong(case, side, dtype):
+        answer = answer_case(case, side, dtype)
+        if side == "port":
+            answer.gradients["fc.weight"][0, 0] += 1e-6
         return answer
 
-    monkeypatch.setattr(parity.checks.losses, "run_port", wrong)
+    monkeypatch.setattr(parity.checks.losses, "answer_case", wrong)
     result = check_demo(tiny_run[0], lambda text: None)
     failed = [check["name"] for check in result["checks"] if not check["passed"]]
     assert not result["agrees"]
