@@ -107,6 +107,9 @@ def map_needs_pruning(facts: Facts) -> Verdict:
     A config that could not be read is no evidence: not rejected.
     """
     rule = "2 map and pruning agree"
+    if facts.map_path is None and facts.prunes:
+        text = "no map: the draft prunes and is refused in use until one is built and installed"
+        return Verdict(rule, "ok", text)
     if facts.map_path is None or facts.algorithm.keeps_vocab_buffers_when_unpruned:
         return Verdict(rule, "ok", "no map" if facts.map_path is None else "always has buffers")
     if facts.prunes is None:

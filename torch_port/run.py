@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -51,7 +51,7 @@ class VocabularySection(Settings):
     """`map`: a vocabulary map's file; null means none. `pinned`: target ids to keep regardless."""
 
     map: PathText | None = Field(default=None, min_length=1)
-    pinned: tuple[int, ...] = ()
+    pinned: tuple[Annotated[int, Field(ge=0)], ...] = ()
 
 
 class RunConfig(Settings):

@@ -77,6 +77,7 @@ def test_objective_is_the_algorithms_own(tmp_path: Path) -> None:
         ("objective.detach_confidence=1", "detach_confidence: .*boolean"),
         ("vocabulary.pinned=[1.0]", "pinned"),
         ("vocabulary.pinned=1", "pinned"),
+        ("vocabulary.pinned=[0, -2]", "pinned"),
         ("vocabulary.map=''", "map"),
         ("vocabulary.map=7", "map"),
         ("data.producer=both", "producer: .*'files', 'inline' or 'separate'"),
