@@ -156,7 +156,8 @@ def one_rank(rank: int, meeting: str) -> tuple[list[tuple[int, ...]], dict[str, 
         accumulate_gradients(model, [Batch(**mine)], target(), OBJECTIVE)
     finally:
         dist.all_reduce = original
-        dist.destroy_process_group()
+    dist.barrier()  # a rank that leaves first tears down what the other still waits on
+    dist.destroy_process_group()
     return seen, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
