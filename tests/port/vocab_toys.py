@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from torch_port.data.features import FeatureSample
+from torch_port.vocabulary.counts import TokenCounts
 
 # Words by white space: `a` … `d` are 4 … 7; the newline between turns is no token.
 WORDS = ["<unk>", "user", "assistant", "system", "a", "b", "c", "d"]
@@ -60,3 +62,8 @@ def write_target(directory: Path, head: torch.Tensor, **config: Any) -> Path:
     (directory / "config.json").write_text(json.dumps({"vocab_size": len(head)} | config))
     save_file({"lm_head.weight": head}, directory / "model.safetensors")
     return directory
+
+
+def found(counts: TokenCounts) -> dict[int, int]:
+    """Counts by id, without the zeros."""
+    return {int(i): int(counts.counts[i]) for i in np.nonzero(counts.counts)[0]}
