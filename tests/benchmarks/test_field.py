@@ -233,3 +233,17 @@ def test_a_document_without_markers_is_refused_before_the_work(tmp_path: Path) -
     assert run.returncode == 2
     assert "results: begin" in run.stderr
     assert docs.read_text(encoding="utf-8") == "no markers"
+
+
+def test_a_json_path_without_a_directory_is_refused_before_the_work(tmp_path: Path) -> None:
+    """Fault: everything measured, then a traceback instead of numbers."""
+    path = tmp_path / "nowhere" / "results.json"
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks.step", "--quick", "--json", str(path)],
+        check=False,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 2
+    assert "its directory does not exist" in " ".join(run.stderr.replace("│", " ").split())

@@ -1,6 +1,7 @@
 """Batches, memory, progress and evaluation."""
 
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from rich.console import Console
 from toys import G, H, V, batch, draft, target
 
 from torch_port.config import ObjectiveConfig
-from torch_port.data.batch import batch_order, collate
+from torch_port.data.batch import Batch, batch_order, collate
 from torch_port.errors import UserError
 from torch_port.evaluation import evaluate
 from torch_port.memory import PeakMemory
@@ -27,7 +28,7 @@ def sample(length: int, seed: int, **changes: torch.Tensor) -> dict[str, torch.T
     } | changes
 
 
-def collated(samples: list[dict[str, torch.Tensor]]) -> object:
+def collated(samples: list[dict[str, torch.Tensor]]) -> Batch:
     ids = list(range(len(samples)))
     return collate(samples, ids, num_anchors=3, seed=0, epoch=0, vocab_size=V, block_size=G)
 
@@ -115,3 +116,13 @@ def test_plain_progress_has_no_control_codes(monkeypatch: pytest.MonkeyPatch) ->
     assert lines[0].startswith("  work: 1/4  loss 1.000  ETA 0:")
     assert lines[-1].startswith("  work: done in 0:0")
     assert "\x1b" not in text.getvalue()
+
+
+def test_the_first_rows_are_laid_out_again() -> None:
+    """Fault: the whole batch's layout kept, whose positions lie behind the rows that are left."""
+    whole = collated([sample(5, 0), sample(5, 1), sample(5, 2)])
+    cut = whole.first(2)
+    assert cut.layout is not None
+    assert len(cut.layout.visits) == len(cut.input_ids) == 2
+    assert int(cut.layout.positions_P.max()) < 2 * 5
+    assert replace(whole, layout=None).first(2).layout is None

@@ -396,3 +396,14 @@ def test_nothing_gathers_the_sequence_for_every_block(V: int, objective: str) ->
         step(case, ComputeConfig(objective=objective))
     # Transposes of U and W1, which are [V, …], are views of them.
     assert {shape for _, shape in large.found} <= {(HIDDEN, V), (3, V)}
+
+
+def test_a_window_far_beyond_the_sequence_costs_nothing() -> None:
+    """Fault: a band as wide as the window, here 10¹² columns."""
+    sliding = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 10**12}
+    model, b, frozen = draft(**sliding), batch(), target()
+    found = forward_batch(model, b, frozen, ObjectiveConfig()).hidden
+    model.compute = ComputeConfig(attention="dense")
+    expected = forward_batch(model, b, frozen, ObjectiveConfig()).hidden
+    # float64, sums in another order; states are of size 1 after the last norm.
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)

@@ -141,6 +141,8 @@ def test_rule_2_map_for_an_unpruned_draft() -> None:
     assert {v.status for v in plan(facts) if v.rule.startswith("2")} == {"unknown"}
     assert not rejections(sized(facts, V, K))
     assert not rejections(sized(replace(facts, map_path=None), V, V))
+    wanting = next(v for v in plan(sized(replace(facts, map_path=None), V, K)) if v.rule[0] == "2")
+    assert "refused in use until one is built" in wanting.text  # no bare "no map" (field-note 2)
     assert not rejections(sized(replace(facts, algorithm=EAGLE3), V, V))  # has buffers for it
 
 

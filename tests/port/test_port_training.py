@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from toys import batch, draft, target
 
+from torch_port.compute import ComputeConfig
 from torch_port.config import ObjectiveConfig
 from torch_port.errors import UserError
 from torch_port.evaluation import evaluate
@@ -228,9 +229,11 @@ def test_two_ranks_equal_one_process(tmp_path: Path, kind: str, collectives: int
             )
 
 
-def test_evaluating_in_inference_mode_leaves_training_possible() -> None:
+@pytest.mark.parametrize("form", ["fused", "plain"])
+def test_evaluating_in_inference_mode_leaves_training_possible(form: str) -> None:
     """Fault: rotary tables or head rows first made in inference mode: autograd refuses them."""
     model, b, frozen = draft(), batch(), target()
+    model.compute = ComputeConfig(objective=form)
     rotary_tables.cache_clear()
     with torch.inference_mode():
         evaluate(model, [b], frozen, OBJECTIVE)
