@@ -166,6 +166,7 @@ def test_a_few_steps_learn() -> None:
 
 
 WORKER = """
+import os
 import sys
 import torch
 import torch.distributed as dist
@@ -194,7 +195,9 @@ torch.save(
     {"scalars": len(scalars), "grads": {n: p.grad for n, p in model.named_parameters()}},
     sys.argv[2] + f".{rank}",
 )
+dist.barrier()
 dist.destroy_process_group()
+os._exit(0)  # without Python's clean-up, in which a late thread of torch's own can abort
 """
 
 
