@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from torch_port.cache import default_cache_root
 from torch_port.data.conversations import Sample
 from torch_port.demo import prepare as prepare_module
-from torch_port.demo.cache import cached_stage, default_cache_root
+from torch_port.demo.cache import cached_stage
 from torch_port.demo.prepare import STAGES, prepare
 from torch_port.demo.recipe import FULL, QUICK, Recipe
 from torch_port.demo.target import evaluate_target, load_target, train_target

@@ -17,7 +17,7 @@ from report_pages import (
 
 from torch_port.demo.report import write_report
 from torch_port.demo.summary import comparison, headlines, verdict
-from torch_port.demo.svg import (
+from torch_port.drawing.svg import (
     Axis,
     Marker,
     Series,

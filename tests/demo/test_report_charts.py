@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 import pytest
 from report_pages import SVG, page_of, svgs
 
-from torch_port.demo.svg import (
+from torch_port.drawing.svg import (
     Axis,
     Marker,
     Series,

@@ -328,6 +328,21 @@ def test_counting_and_sweeping_import_no_torch(run: Run, tmp_path: Path) -> None
     assert "Example: torch-port" in done.stdout or "torch-port vocab" in done.stdout
 
 
+@pytest.mark.parametrize("package", ["vocabulary", "drawing"])
+def test_the_demo_imports_from_here_and_not_the_reverse(package: str) -> None:
+    """Fault: a helper of the demo's used below it, also inside a function."""
+    import ast
+
+    import torch_port
+
+    files = sorted((Path(torch_port.__file__).parent / package).glob("*.py"))
+    assert len(files) > 3
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                assert not (node.module or "").startswith("torch_port.demo"), file
+
+
 @pytest.mark.parametrize("command", ["count", "sweep", "build", "show"])
 def test_help_teaches(run: Run, command: str) -> None:
     """Fault: a command whose help holds no line to copy."""

@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from torch_port.cache import CACHE_VARIABLE
 from torch_port.data.atomic import atomic_directory
 from torch_port.demo.recipe import Recipe
 from torch_port.errors import UserError
 
-CACHE_VARIABLE = "TORCH_PORT_CACHE"
 _MANIFEST = "complete.json"
-
-
-def default_cache_root() -> Path:
-    """Where the demo caches: `TORCH_PORT_CACHE`, else `torch-port` in the user's cache directory.
-
-    Returns:
-        The root directory; it need not exist.
-    """
-    named = os.environ.get(CACHE_VARIABLE)
-    if named:
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch-port"
 
 
 def recipe_directory(recipe: Recipe, cache_root: Path) -> Path:

@@ -15,10 +15,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from torch_port.cache import default_cache_root
 from torch_port.data.capture import capture
 from torch_port.data.conversations import Sample, SampleStats, encode_file, read_conversations
 from torch_port.data.features import FeatureDirectory, FeatureSample, write_features
-from torch_port.demo.cache import cached_stage, default_cache_root, recipe_directory
+from torch_port.demo.cache import cached_stage, recipe_directory
 from torch_port.demo.corpus import CorpusStats, build_corpus
 from torch_port.demo.recipe import Recipe
 from torch_port.demo.target import TargetResult, load_target, save_target, train_target

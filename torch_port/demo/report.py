@@ -23,8 +23,8 @@ from torch_port.demo.summary import (
     passed,
     verdict,
 )
-from torch_port.demo.svg import Axis, Marker, Point, Series, line_chart, running_mean
-from torch_port.demo.text import (
+from torch_port.drawing.svg import Axis, Marker, Point, Series, line_chart, running_mean
+from torch_port.drawing.text import (
     NONE,
     error,
     escape,

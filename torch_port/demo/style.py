@@ -1,22 +1,8 @@
-"""The style sheet of the demo's report: system fonts, one colour per subject, light and dark.
+"""The style sheet of the demo's report: system fonts, the charts' colours, light and dark."""
 
-The colours are Okabe and Ito's, darkened or lightened until they read as text on their background;
-lines of the same colour differ in their dashes, so that no reader depends on hue alone.
-"""
+from torch_port.drawing.style import CHARTS, COLOURS
 
-STYLE = """
-:root {
-  --page: #f6f7f8; --card: #ffffff; --ink: #1b1e23; --soft: #5a626e; --edge: #dfe3e8;
-  --pruned: #0067a8; --full: #bf4f00; --untrained: #6f7782; --coverage: #00785a;
-  --parity: #9a3d73; --good: #00785a; --bad: #c02f1d; --open: #8a6200;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --page: #121418; --card: #1b1e24; --ink: #e9ebee; --soft: #a2a9b5; --edge: #31363f;
-    --pruned: #62b8ee; --full: #f29a58; --untrained: #949ca9; --coverage: #45c9a0;
-    --parity: #e59cc6; --good: #45c9a0; --bad: #ff8d78; --open: #e8b84a;
-  }
-}
+_PAGE = """
 * { box-sizing: border-box; }
 body {
   margin: 0; background: var(--page); color: var(--ink);
@@ -53,27 +39,9 @@ h3 { margin: 0; font-size: 14px; font-weight: 600; }
 figure svg { display: block; width: 100%; height: auto; margin-top: 8px; }
 figcaption { margin-top: 8px; font-size: 13px; color: var(--soft); }
 .empty { margin: 28px 0; text-align: center; color: var(--soft); }
-.pruned { color: var(--pruned); } .full { color: var(--full); }
-.untrained { color: var(--untrained); } .coverage { color: var(--coverage); }
-.parity { color: var(--parity); }
 .card p.pruned { color: var(--pruned); } .card p.coverage { color: var(--coverage); }
 .card p.good { color: var(--good); } .card p.bad { color: var(--bad); }
 .card p.open { color: var(--open); }
-svg text { fill: var(--soft); font-size: 12px; font-variant-numeric: tabular-nums; }
-svg .label { fill: currentColor; font-size: 13px; font-weight: 600; }
-svg .note { font-size: 11.5px; }
-svg .grid { stroke: var(--edge); stroke-width: 1; }
-svg .axis { stroke: var(--soft); stroke-width: 1; }
-svg .line { fill: none; stroke: currentColor; stroke-width: 2.25; }
-svg .line { stroke-linejoin: round; stroke-linecap: round; }
-svg .dashed { stroke-dasharray: 5 5; }
-svg .faint { stroke-width: 1; opacity: 0.28; }
-svg .leader { fill: none; stroke: currentColor; stroke-width: 1; opacity: 0.5; }
-svg .rule { stroke: var(--ink); stroke-width: 1; stroke-dasharray: 2 3; }
-svg .dot { fill: currentColor; }
-svg .ring { fill: var(--card); stroke: currentColor; stroke-width: 2.25; }
-svg .hit { fill: transparent; }
-svg .hit:hover { fill: currentColor; fill-opacity: 0.35; }
 .table { overflow-x: auto; }
 table { width: 100%; border-collapse: collapse; font-size: 13.5px; }
 th, td { padding: 5px 0 5px 18px; text-align: right; font-variant-numeric: tabular-nums; }
@@ -90,3 +58,6 @@ dl { font-size: 13px; }
 dt { color: var(--soft); }
 dd { margin: 0; text-align: right; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
 """
+
+STYLE = COLOURS + _PAGE + CHARTS
+"""The whole sheet."""

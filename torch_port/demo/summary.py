@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch_port.demo.text import NONE, change, error, finite, fixed, percent, points, ratio, size
+from torch_port.drawing.text import NONE, change, error, finite, fixed, percent, points, ratio, size
 
 
 @dataclass(frozen=True)

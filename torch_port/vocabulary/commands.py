@@ -110,7 +110,7 @@ def count(
     Example: torch-port vocab count train.jsonl --tokenizer target/ --chat-template chatml
     --max-length 4096 --vocab-size 248320 --out train.counts
     """
-    from torch_port.demo.cache import default_cache_root
+    from torch_port.cache import default_cache_root
     from torch_port.vocabulary import options
     from torch_port.vocabulary.counts import load_counts, save_counts
     from torch_port.vocabulary.tokens import tokenizer_facts

@@ -5,16 +5,15 @@ One ranking of the ids serves every K: a larger map keeps what a smaller one kee
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_port.demo.style import STYLE
-from torch_port.demo.svg import HEIGHT, WIDTH, Axis, Marker, Point, Series, line_chart
-from torch_port.demo.text import fixed, percent_text
+from torch_port.drawing.style import standalone
+from torch_port.drawing.svg import Axis, Marker, Point, Series, line_chart
+from torch_port.drawing.text import fixed, percent_text
 from torch_port.errors import UserError
 from torch_port.vocabulary.counts import TokenCounts
 from torch_port.vocabulary.selection import (
@@ -180,29 +179,12 @@ def coverage_chart(ranking: Ranking, chosen: int | None = None) -> str:
         Axis("share covered", text=percent_text),
         marker,
     )
-    head, rest = chart.split(">", 1)
-    size = f'width="{2 * WIDTH}" height="{2 * HEIGHT}"'
-    page = f'<rect width="{WIDTH}" height="{HEIGHT}" fill="{_colours()["card"]}"/>'
-    return f"{head} {size}><style>{_style()}</style>{page}{rest}\n"
+    return standalone(chart)
 
 
 def _thousands(value: float) -> str:
     """A tick's label, short enough for its neighbours."""
     return f"{value:g}" if value < 1000 else f"{value / 1000:g}k"
-
-
-def _colours() -> dict[str, str]:
-    """The report's light colours by name."""
-    return dict(re.findall(r"--(\w+): (#\w+);", STYLE.split("@media")[0]))
-
-
-def _style() -> str:
-    """The report's rules for charts, with colours written out: not every viewer knows var()."""
-    colours = _colours()
-    charts = ("svg ", ".pruned ", ".untrained ")  # the last two begin the lines of all series
-    rules = [line for line in STYLE.splitlines() if line.startswith(charts)]
-    font = 'svg { font-family: system-ui, "Segoe UI", Roboto, Arial, sans-serif; }'
-    return re.sub(r"var\(--(\w+)\)", lambda m: colours[m[1]], "\n".join([font, *rules]))
 
 
 def _check_heldout(counts: TokenCounts, heldout: TokenCounts) -> None:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch_port.demo.text import escape, finite, tick_text
+from torch_port.drawing.text import escape, finite, tick_text
 
 WIDTH, HEIGHT = 520, 300
 """The view box of every chart, in its own pixels."""

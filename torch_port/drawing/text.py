@@ -1,4 +1,4 @@
-"""Numbers and strings as the demo's report writes them: escaped, and "–" for what is missing."""
+"""Numbers and strings as charts and reports write them: escaped, and "–" for what is missing."""
 
 import html
 import math
