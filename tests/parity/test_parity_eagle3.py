@@ -144,3 +144,38 @@ def test_a_weak_case_is_not_emitted() -> None:
     assert lacks([3, 0, 3], mask) == "a counted slot in every step"
     assert lacks([3, 8, 3], mask) == "a pruned choice in every step"
     assert lacks([3, 3, 3], np.ones_like(mask)) == "an unsupervised slot"
+
+
+def hf_files() -> list[dict]:
+    """A good config.json and others that lack a field or have a wrong or foreign one."""
+    good = read_case(OWN / "eagle3-pruned").config | {"mlp_bias": False, "rope_scaling": None}
+    wrong = [None, True, 0, -1, 2, 2.5, 10**6, "x", [], [0, 1, 2], {"rope_type": "yarn"}]
+    changed = [good | {name: value} for name in (*good, "colour") for value in wrong]
+    lacking = [{n: x for n, x in good.items() if n != name} for name in good]
+    eagle = [good | {"eagle_config": good["eagle_config"] | {"x": 1}}]
+    ids = "eagle_aux_hidden_state_layer_ids"
+    eagle += [good | {"eagle_config": {ids: value}} for value in wrong]
+    return [good, *lacking, *changed, *eagle]
+
+
+def test_both_read_the_same_config_files() -> None:
+    """Faults: a file that one side alone reads, or reads otherwise; a written file that the other
+    refuses. Only the port tells a value of the wrong type from one that is not built."""
+    from jaxdraft import Eagle3Config as Spec
+    from jaxdraft import NotBuilt
+    from torch_port.config_eagle3 import Eagle3Config as Port
+
+    def read(side: type, raw: dict) -> dict | None:
+        try:
+            return dict(vars(side.from_hf(raw)))
+        except (ValueError, NotBuilt):
+            return None
+
+    pairs = [(read(Port, raw), read(Spec, raw), raw) for raw in hf_files()]
+    assert [raw for port, spec, raw in pairs if port != spec] == []
+    accepted = [port for port, _, _ in pairs if port is not None]
+    assert 12 < len(accepted) < len(pairs) / 2
+    for values in accepted:
+        written = Port(**values).to_hf()
+        assert vars(Spec.from_hf(written)) == values
+        assert Port.from_hf(written) == Port(**values)
