@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from torch_port.errors import NotBuiltError, UserError
+from torch_port.setting_errors import explain
 
 LayerType = Literal["full_attention", "sliding_attention"]
 FULL: LayerType = "full_attention"
@@ -69,17 +70,6 @@ def check_draft_vocab_size(value: object, vocab_size: int) -> int:
     return value
 
 
-def explain(error: ValidationError, where: str) -> str:
-    """Turn a pydantic error into one line per field: name, value, and what was expected."""
-    lines = []
-    for item in error.errors():
-        name = ".".join(str(part) for part in item["loc"])
-        given = "" if item["type"] == "missing" else f" (got {item['input']!r})"
-        message = item["msg"].removeprefix("Value error, ")
-        lines.append(f"{name}: {message}{given}" if name else message)
-    return f"{where}: " + "; ".join(lines)
-
-
 class Settings(BaseModel):
     """A frozen set of settings that refuses unknown names; a bad value is one `UserError`."""
 
@@ -89,7 +79,7 @@ class Settings(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise UserError(explain(error, type(self).__name__)) from None
+            raise UserError(explain(error, type(self).__name__, type(self))) from None
 
 
 class DraftConfig(Settings):

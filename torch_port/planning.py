@@ -1,136 +1,190 @@
 """What can be refused before a model is built (contracts §2): one function for each rule.
 
-A rule reads settings and what could be read of the files they name. What could not be read is None
-and no evidence: a rule that needs it says "unknown".
+A rule reads settings and what could be read of the files they name (`planning_facts`). What is not
+on disk yet is no evidence: a rule that needs it says "unknown", and what would settle it.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from torch_port.config import DraftConfig
-from torch_port.errors import UserError
-from torch_port.models.registry import (
-    ALGORITHMS,
-    Algorithm,
-    find_algorithm,
-    prunes_vocabulary,
-    read_draft_config,
-    vocabulary_sizes,
-)
+from torch_port.config import target_layer_problem
+from torch_port.models.registry import ALGORITHMS
+from torch_port.planning_facts import DraftFacts, Facts, MapFacts, TargetFacts, read_facts
 
 if TYPE_CHECKING:
-    from torch_port.run import LoadedRun, RunConfig
+    from torch_port.run import LoadedRun
 
+__all__ = [
+    "RULES",
+    "DraftFacts",
+    "Facts",
+    "MapFacts",
+    "TargetFacts",
+    "Verdict",
+    "plan",
+    "read_facts",
+    "show_plan",
+]
 
-@dataclass(frozen=True)
-class MapFacts:
-    """A vocabulary map that could be read: V, K and the kept ids."""
-
-    vocab_size: int
-    draft_vocab_size: int
-    kept: frozenset[int]
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What the rules look at.
-
-    `prunes` as `prunes_vocabulary` answers; `vocab_size` and `draft_vocab_size` are V and K of the
-    draft config, None where it is not on disk; `map` is None without a map file on disk. A
-    `_problem` says why a file that is there could not be used.
-    """
-
-    algorithm: Algorithm
-    draft_config: str = "config.json"
-    producer: str = "files"
-    map_path: str | None = None
-    pinned: tuple[int, ...] = ()
-    prunes: bool | None = None
-    vocab_size: int | None = None
-    draft_vocab_size: int | None = None
-    config_problem: str | None = None
-    map: MapFacts | None = None
-    map_problem: str | None = None
+Status = Literal["ok", "reject", "unknown"]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One rule's answer: "ok", "reject", or "unknown" where a file is not on disk yet."""
+    """One rule's answer and the reason that the rule is there.
+
+    `status`: "ok", "reject", or "unknown" where a file is not on disk yet; `needs` names those
+    files by their settings.
+    """
 
     rule: str
-    status: Literal["ok", "reject", "unknown"]
+    status: Status
     text: str
+    reason: str = ""
+    needs: tuple[str, ...] = ()
 
 
-def draft_config_is_read(facts: Facts) -> Verdict:
+# What a rule's function answers; the decorator adds its name and reason.
+Answer = tuple[Status, str] | tuple[Status, str, tuple[str, ...]]
+
+RULES: list[Callable[[Facts], Verdict]] = []
+
+
+def _rule(name: str, reason: str) -> Callable[[Callable[[Facts], Answer]], Callable[..., Verdict]]:
+    """Make a rule of a function: it answers with a whole `Verdict` and stands in RULES."""
+
+    def register(check: Callable[[Facts], Answer]) -> Callable[[Facts], Verdict]:
+        @functools.wraps(check)
+        def rule(facts: Facts) -> Verdict:
+            status, text, *needs = check(facts)
+            return Verdict(name, status, text, reason, needs[0] if needs else ())
+
+        RULES.append(rule)
+        return rule
+
+    return register
+
+
+def _draft_file(facts: Facts) -> str:
+    return f"draft.config {facts.draft_config}"
+
+
+def _open_draft(facts: Facts) -> tuple[Status, str, tuple[str, ...]]:
+    """Answer of a rule that wants a draft config which is absent or was refused."""
+    file = _draft_file(facts)
+    what = "is not on disk" if facts.config_problem is None else "is refused above"
+    return "unknown", f"{file} {what}; no evidence against it", (file,)
+
+
+@_rule("draft config", "the draft is built from it; a field that is misread is another draft")
+def draft_config_is_read(facts: Facts) -> Answer:
     """Reject a draft config that is there and wrong; one that is not there yet is unknown."""
-    rule = "draft config"
     if facts.config_problem is not None:
-        return Verdict(rule, "reject", facts.config_problem)
+        return "reject", facts.config_problem
+    file = _draft_file(facts)
     if facts.prunes is None:
-        return Verdict(
-            rule,
-            "unknown",
-            f"draft.config {facts.draft_config} is not on disk: whether the draft prunes is open",
-        )
+        return "unknown", f"{file} is not on disk: whether the draft prunes is open", (file,)
     sizes = f"draft_vocab_size {facts.draft_vocab_size} of vocab_size {facts.vocab_size}"
-    return Verdict(rule, "ok", f"{sizes}: {'pruned' if facts.prunes else 'unpruned'}")
+    return "ok", f"{sizes}: {'pruned' if facts.prunes else 'unpruned'}"
 
 
-def map_is_supported(facts: Facts) -> Verdict:
+@_rule("target", "embedding, head and captured states are the target's")
+def target_is_there(facts: Facts) -> Answer:
+    """Reject a target.path that is there and no model's directory; an absent one is unknown."""
+    name = f"target.path {facts.target_path}"
+    if facts.target_problem is not None:
+        return "reject", facts.target_problem
+    if facts.target is None:
+        return "unknown", f"{name} is not on disk", (name,)
+    return "ok", f"{name} holds config.json"
+
+
+@_rule("data", "training reads its features there")
+def data_is_there(facts: Facts) -> Answer:
+    """Reject a data.path that is there and no directory; an absent one is unknown.
+
+    No file in it is opened (contracts §5).
+    """
+    name = f"data.path {facts.data_path}"
+    if facts.data_problem is not None:
+        return "reject", facts.data_problem
+    if not facts.data_there:
+        later = "" if facts.producer == "files" else f" yet (data.producer is {facts.producer!r})"
+        return "unknown", f"{name} is not on disk{later}", (name,)
+    return "ok", f"{name} is a directory; its files are not opened here"
+
+
+@_rule("map file", "the map says which target id every row of the draft's head is")
+def map_file_is_read(facts: Facts) -> Answer:
+    """Reject a map file that is there and holds no map; one that is not there yet is unknown."""
+    if facts.map_problem is not None:
+        return "reject", facts.map_problem
+    if facts.map_path is None:
+        return "ok", "no map"
+    name = f"vocabulary.map {facts.map_path}"
+    if facts.map is None:
+        return "unknown", f"{name} is not on disk; torch-port vocab build makes one", (name,)
+    return "ok", f"{facts.map.draft_vocab_size} of {facts.map.vocab_size} ids kept"
+
+
+@_rule("1 map supported", "a map that the algorithm has no use for would be ignored silently")
+def map_is_supported(facts: Facts) -> Answer:
     """Rule 1: a map given to an algorithm that supports none would be ignored."""
-    rule = "1 map supported"
     if facts.map_path is not None and not facts.algorithm.supports_vocab_mapping:
         able = [a.name for a in ALGORITHMS.values() if a.supports_vocab_mapping]
-        return Verdict(
-            rule,
+        return (
             "reject",
             f"vocabulary.map is {facts.map_path}, but algorithm {facts.algorithm.name!r} supports "
             "no vocabulary map and it would be ignored; remove vocabulary.map, or set algorithm to "
             f"one of {', '.join(able)}",
         )
-    return Verdict(rule, "ok", "no map" if facts.map_path is None else facts.algorithm.name)
+    return "ok", "no map" if facts.map_path is None else f"{facts.algorithm.name} takes a map"
 
 
-def map_needs_pruning(facts: Facts) -> Verdict:
+@_rule("2 map and pruning agree", "an unpruned draft of this family has no buffers to hold a map")
+def map_needs_pruning(facts: Facts) -> Answer:
     """Rule 2: a map given to an unpruned draft that has no buffers to hold it.
 
     A config that could not be read is no evidence: not rejected.
     """
-    rule = "2 map and pruning agree"
     if facts.map_path is None and facts.prunes:
-        text = "no map: the draft prunes and is refused in use until one is built and installed"
-        return Verdict(rule, "ok", text)
-    if facts.map_path is None or facts.algorithm.keeps_vocab_buffers_when_unpruned:
-        return Verdict(rule, "ok", "no map" if facts.map_path is None else "always has buffers")
+        return (
+            "ok",
+            "no map: the draft prunes and is refused in use until one is built and installed",
+        )
+    if facts.map_path is None:
+        return "ok", "no map"
+    if facts.algorithm.keeps_vocab_buffers_when_unpruned:
+        return "ok", f"{facts.algorithm.name} always has buffers"
     if facts.prunes is None:
-        return Verdict(rule, "unknown", "the draft config is not on disk; no evidence against it")
+        return _open_draft(facts)
     if facts.prunes is False:
-        return Verdict(
-            rule,
+        return (
             "reject",
             f"vocabulary.map is {facts.map_path}, but {facts.draft_config} has draft_vocab_size "
             f"{facts.draft_vocab_size}, all of the target's {facts.vocab_size} ids. Set "
             f"draft_vocab_size in {facts.draft_config} to the number of ids that the map keeps, "
             "or remove vocabulary.map",
         )
-    return Verdict(rule, "ok", "the draft prunes")
+    return "ok", "the draft prunes"
 
 
-def separate_producer_has_a_map(facts: Facts) -> Verdict:
+@_rule("3 one shared map", "two processes that each count what they see disagree about every id")
+def separate_producer_has_a_map(facts: Facts) -> Answer:
     """Rule 3: two processes that each derive a map from what they see cannot share one."""
-    rule = "3 one shared map"
-    if facts.producer != "separate" or facts.map_path is not None:
-        return Verdict(rule, "ok", f"data.producer is {facts.producer!r}")
+    if facts.producer != "separate":
+        return "ok", f"data.producer is {facts.producer!r}: one process"
+    if facts.map_path is not None:
+        return "ok", "both processes read vocabulary.map"
     if facts.prunes:
         why = f"the draft prunes to draft_vocab_size {facts.draft_vocab_size}"
     elif facts.prunes is None and facts.algorithm.keeps_vocab_buffers_when_unpruned:
@@ -139,11 +193,10 @@ def separate_producer_has_a_map(facts: Facts) -> Verdict:
             f"{facts.draft_config}, which could say that it holds all ids, cannot be read"
         )
     elif facts.prunes is None:
-        return Verdict(rule, "unknown", "the draft config is not on disk; it may not prune")
+        return _open_draft(facts)
     else:
-        return Verdict(rule, "ok", "the draft does not prune")
-    return Verdict(
-        rule,
+        return "ok", "the draft does not prune"
+    return (
         "reject",
         "data.producer is 'separate' (another process makes the features), vocabulary.map is not "
         f"set, and {why}: the two processes cannot derive one shared map. Build one "
@@ -151,22 +204,28 @@ def separate_producer_has_a_map(facts: Facts) -> Verdict:
     )
 
 
-def sizes_agree(facts: Facts) -> Verdict:
+@_rule("4 sizes agree", "a map of another size or target gives every row another meaning")
+def sizes_agree(facts: Facts) -> Answer:
     """Rule 4: pinned ids fit into K, and the map is of the draft config's V, K and pinned ids.
 
     V is the rows of the target's head. A tokenizer with fewer ids (V_tok < V) is normal, is not
     pruning, and is not looked at here.
     """
-    rule = "4 sizes agree"
-    if facts.map_problem is not None:
-        return Verdict(rule, "reject", facts.map_problem)
     problem = _pinned_problem(facts) or _map_problem(facts)
     if problem is not None:
-        return Verdict(rule, "reject", problem)
-    if facts.vocab_size is None or (facts.map_path is not None and facts.map is None):
-        missing = "draft config" if facts.vocab_size is None else "map"
-        return Verdict(rule, "unknown", f"the {missing} is not on disk")
-    return Verdict(rule, "ok", f"{len(facts.pinned)} pinned, K {facts.draft_vocab_size}")
+        return "reject", problem
+    missing = {}
+    if facts.vocab_size is None:
+        missing[_draft_file(facts)] = facts.config_problem
+    if facts.map_path is not None and facts.map is None:
+        missing[f"vocabulary.map {facts.map_path}"] = facts.map_problem
+    if missing:
+        texts = [
+            f"{name} is {'not on disk' if problem is None else 'refused above'}"
+            for name, problem in missing.items()
+        ]
+        return "unknown", " and ".join(texts), tuple(missing)
+    return "ok", f"{len(set(facts.pinned))} pinned, K {facts.draft_vocab_size}"
 
 
 def _pinned_problem(facts: Facts) -> str | None:
@@ -216,13 +275,57 @@ def _map_problem(facts: Facts) -> str | None:
     return None
 
 
-RULES: tuple[Callable[[Facts], Verdict], ...] = (
-    draft_config_is_read,
-    map_is_supported,
-    map_needs_pruning,
-    separate_producer_has_a_map,
-    sizes_agree,
-)
+@_rule("5 draft fits target", "the draft reads the target's states and uses its embedding and head")
+def draft_fits_target(facts: Facts) -> Answer:
+    """Rule 5: the draft config and the target's config.json mean the same target.
+
+    Compared: vocab_size (the rows of the head, never the tokenizer's number of ids), hidden_size,
+    the number of layers, and the captured layers against it.
+    """
+    target = facts.target
+    problems = _target_problems(facts, target) if target is not None else []
+    if problems:
+        return "reject", "; ".join(problems)
+    needs = []
+    if facts.draft is None:
+        needs.append(_draft_file(facts))
+    if target is None:
+        needs.append(f"target.path {facts.target_path}")
+    if needs or target is None:
+        return "unknown", f"{' and '.join(needs)} must be there and right first", tuple(needs)
+    silent = [name for name in vars(target) if getattr(target, name) is None]
+    if silent:
+        file = f"{facts.target_path}/config.json"
+        text = f"{file} does not say {', '.join(silent)}; what it says agrees"
+        return "unknown", text, (f"{', '.join(silent)} in {file}",)
+    return "ok", (
+        f"vocab_size {target.vocab_size}, hidden_size {target.hidden_size}, "
+        f"{target.num_hidden_layers} layers"
+    )
+
+
+def _target_problems(facts: Facts, target: TargetFacts) -> list[str]:
+    """Name every size that differs, with both numbers."""
+    draft, depth = facts.draft, target.num_hidden_layers
+    compared = [("vocab_size", facts.vocab_size, target.vocab_size, "vocab_size")]
+    if draft is not None:
+        compared += [
+            ("hidden_size", draft.hidden_size, target.hidden_size, "hidden_size"),
+            ("num_target_layers", draft.num_target_layers, depth, "num_hidden_layers"),
+        ]
+    problems = [
+        f"{facts.draft_config} has {name} {own}, but the target's config.json ({facts.target_path})"
+        f" has {its_name} {its}"
+        for name, own, its, its_name in compared
+        if own is not None and its is not None and own != its
+    ]
+    # Within num_target_layers the layers were checked with the config; here against the target.
+    if draft is not None and depth is not None and draft.num_target_layers != depth:
+        layers = target_layer_problem(draft.target_layer_ids, depth)
+        problems += [] if layers is None else [f"target_layer_ids: {layers} of the target"]
+    if problems:
+        problems.append("name the target that this draft is for, or correct the draft config")
+    return problems
 
 
 def plan(facts: Facts) -> list[Verdict]:
@@ -230,58 +333,20 @@ def plan(facts: Facts) -> list[Verdict]:
     return [rule(facts) for rule in RULES]
 
 
-def read_facts(run: RunConfig) -> Facts:
-    """Read what the rules need from the run and from the files it names, where they are on disk."""
-    algorithm = find_algorithm(run.algorithm)
-    sizes: tuple[int, int] | None = None
-    prunes, config_problem = None, None
-    try:
-        raw = read_draft_config(run.draft.config)
-        prunes = prunes_vocabulary(raw)
-        if raw is not None:
-            sizes = vocabulary_sizes(raw)
-            _check_draft_config(algorithm, raw)
-    except UserError as error:
-        config_problem = str(error)
-    vocabulary_map, map_problem = None, None
-    if run.vocabulary.map is not None and Path(run.vocabulary.map).exists():
-        try:
-            vocabulary_map = _read_map(Path(run.vocabulary.map))
-        except UserError as error:
-            map_problem = f"vocabulary.map: {error}"
-    return Facts(
-        algorithm=algorithm,
-        draft_config=run.draft.config,
-        producer=run.data.producer,
-        map_path=run.vocabulary.map,
-        pinned=run.vocabulary.pinned,
-        prunes=prunes,
-        vocab_size=None if sizes is None else sizes[0],
-        draft_vocab_size=None if sizes is None else sizes[1],
-        config_problem=config_problem,
-        map=vocabulary_map,
-        map_problem=map_problem,
+def summary(verdicts: Sequence[Verdict]) -> str:
+    """Say how many rules reject the run and how many are open, and what would settle those."""
+    rejected = sum(verdict.status == "reject" for verdict in verdicts)
+    unknown = [verdict for verdict in verdicts if verdict.status == "unknown"]
+    text = (
+        f"{rejected} of {len(verdicts)} rules reject this run" if rejected else "nothing rejected"
     )
-
-
-def _check_draft_config(algorithm: Algorithm, raw: dict[str, object]) -> None:
-    """Refuse a config of another family. Its own fields are read by the class that has them."""
-    if algorithm.config_class() is not DraftConfig:
-        return  # EAGLE3's files are read by the formats, which are not built yet
-    projector = DraftConfig.from_hf(raw).projector_type
-    if projector != algorithm.name:
-        raise UserError(
-            f"algorithm is {algorithm.name!r}, but the draft config's projector_type is "
-            f"{projector!r}, which predicts other slots; set algorithm to {projector!r}, or name "
-            "another draft.config"
+    if unknown:
+        needs = dict.fromkeys(need for verdict in unknown for need in verdict.needs)
+        text += (
+            f"; {len(unknown)} of {len(verdicts)} rules are unknown: plan again when these are on "
+            f"disk and right: {', '.join(needs)}"
         )
-
-
-def _read_map(path: Path) -> MapFacts:
-    from torch_port.vocabulary.files import load_map  # brings torch: only where a map is on disk
-
-    t2d, d2t, _ = load_map(path)
-    return MapFacts(len(t2d), len(d2t), frozenset(t2d.nonzero().squeeze(1).tolist()))
+    return text
 
 
 def show_plan(run: LoadedRun, verdicts: Sequence[Verdict], console: Console) -> None:
@@ -290,15 +355,12 @@ def show_plan(run: LoadedRun, verdicts: Sequence[Verdict], console: Console) -> 
     for name, (value, origin) in run.settings.items():
         shown = list(value) if isinstance(value, tuple) else value
         settings.add_row(name, Text(json.dumps(shown, ensure_ascii=False)), origin)
-    rules = Table("rule", "verdict", "why", title="Rules", title_justify="left")
+    rules = Table(
+        "rule", "verdict", "finding, and why it is asked", title="Rules", title_justify="left"
+    )
     for verdict in verdicts:
         style = {"ok": "green", "reject": "bold red", "unknown": "yellow"}[verdict.status]
-        rules.add_row(verdict.rule, Text(verdict.status, style), Text(verdict.text))
+        finding = Text.assemble(verdict.text, "\n", (f"(asked because {verdict.reason})", "dim"))
+        rules.add_row(verdict.rule, Text(verdict.status, style), finding)
     console.print(settings, rules, sep="\n")
-    rejected = [verdict for verdict in verdicts if verdict.status == "reject"]
-    console.print(
-        f"{len(rejected)} of {len(verdicts)} rules reject this run"
-        if rejected
-        else "nothing rejected",
-        highlight=False,
-    )
+    console.print(summary(verdicts), highlight=False, markup=False)

@@ -14,10 +14,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, ValidationError
 
 from torch_port.compute import ComputeConfig
-from torch_port.config import Settings, explain
+from torch_port.config import Settings
 from torch_port.errors import UserError
-from torch_port.models.registry import Algorithm, find_algorithm
-from torch_port.settings_file import apply_overrides, read_settings, refuse_unknown, tuples
+from torch_port.models.registry import ALGORITHMS, Algorithm, find_algorithm
+from torch_port.setting_errors import Problem, SettingsError, problems_of
+from torch_port.settings_file import apply_overrides, read_settings, tuples, unknown_names
 from torch_port.training.optimizer_config import OptimizerConfig
 
 PathText = str  # kept as written, so that the resolved run shows what the file says
@@ -88,15 +89,20 @@ def section_classes(algorithm: Algorithm) -> dict[str, type[Settings]]:
 def load_run(path: Path, overrides: Sequence[str] = ()) -> LoadedRun:
     """Read a run file and overrides (`optimizer.peak_rate=6e-4`); nothing is coerced.
 
-    Raises UserError for an unreadable file, an unknown name (with the nearest known one), a missing
-    or wrong value; all wrong values are named at once.
+    Raises UserError for an unreadable file, an unknown name (with the known one that is near), a
+    missing or wrong value; all of them are named at once, each with the file or the override that
+    it came from.
     """
     values = read_settings(path)
+    in_file = _dotted_names(values)
     overridden = apply_overrides(values, overrides)
     try:
         config = resolve(values)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+    except SettingsError as error:
+        texts: dict[str, list[str]] = {}
+        for problem in error.problems:
+            texts.setdefault(_origin(problem, path, in_file, overridden), []).append(problem.text)
+        raise UserError("; ".join(f"{o}: {'; '.join(t)}" for o, t in texts.items())) from None
     settings: dict[str, tuple[Any, Origin]] = {
         "algorithm": (config.algorithm, "override" if "algorithm" in overridden else "file")
     }
@@ -109,39 +115,86 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> LoadedRun:
     return LoadedRun(config, settings)
 
 
-def resolve(values: Mapping[str, Any]) -> RunConfig:
-    """Check nested settings and fill in defaults. Raises UserError, naming every wrong value."""
-    if "algorithm" not in values:
-        refuse_unknown(values, RunConfig.model_fields)
-        raise UserError("algorithm is missing; set it to the draft family to train")
-    algorithm = find_algorithm(values["algorithm"])
-    classes = section_classes(algorithm)
-    places = {
-        field: f"{name}.{field}" for name, kind in classes.items() for field in kind.model_fields
+def _dotted_names(values: Mapping[str, Any]) -> set[str]:
+    """Return the names that a file gives, sections and settings."""
+    inner = {
+        f"{section}.{name}"
+        for section, given in values.items()
+        if isinstance(given, Mapping)
+        for name in given
     }
-    refuse_unknown(values, RunConfig.model_fields, elsewhere=places)
+    return inner | {str(name) for name in values}
+
+
+def _origin(problem: Problem, path: Path, in_file: set[str], overridden: Mapping[str, str]) -> str:
+    """Say where a problem came from: an override is at fault before the file that it overrides."""
+    for name, text in overridden.items():
+        # An unknown section that only an override brings is the override's, too.
+        sections = [n for n in problem.names if name.startswith(f"{n}.") and n not in in_file]
+        if name in problem.names or sections:
+            return f"override {text!r}"
+    return str(path)
+
+
+def resolve(values: Mapping[str, Any]) -> RunConfig:
+    """Check nested settings and fill in defaults. Raises SettingsError with all that is wrong."""
+    if "algorithm" not in values:
+        problems = unknown_names(values, RunConfig.model_fields)
+        text = f"algorithm is missing; set it to the draft family to train: {', '.join(ALGORITHMS)}"
+        raise SettingsError([*problems, Problem(("algorithm",), text)])
+    try:
+        algorithm = find_algorithm(values["algorithm"])
+    except UserError as error:
+        raise SettingsError([Problem(("algorithm",), str(error))]) from None
+    classes = section_classes(algorithm)
+    places: dict[str, list[str]] = {}
+    for name, kind in classes.items():
+        for field in kind.model_fields:
+            places.setdefault(field, []).append(f"{name}.{field}")
+    problems = unknown_names(values, RunConfig.model_fields, elsewhere=places)
     built: dict[str, Any] = {}
-    problems: list[str] = []
     for name, kind in classes.items():
         try:
             built[name] = _section(name, kind, values.get(name), places)
-        except UserError as error:
-            problems.append(str(error))
+        except SettingsError as error:
+            foreign = _of_other_objectives(algorithm) if name == "objective" else {}
+            problems += [foreign.get("".join(p.names[:1]), p) for p in error.problems]
     if problems:
-        raise UserError("; ".join(problems))
+        raise SettingsError(problems)
     return RunConfig(algorithm=algorithm.name, **built)
 
 
-def _section(name: str, kind: type[Settings], given: Any, places: Mapping[str, str]) -> Settings:
-    """Build one section; an absent or empty one is all defaults."""
+def _of_other_objectives(algorithm: Algorithm) -> dict[str, Problem]:
+    """Return, by dotted name, what to say of the objective settings that only others have."""
+    own = algorithm.objective_class().model_fields
+    owners: dict[str, list[str]] = {}
+    for other in ALGORITHMS.values():
+        for field in other.objective_class().model_fields:
+            if field not in own:
+                owners.setdefault(f"objective.{field}", []).append(repr(other.name))
+    has = f"algorithm {algorithm.name!r} has {', '.join(own)}"
+    return {
+        name: Problem((name,), f"{name} is of algorithm {' and '.join(names)}; {has}")
+        for name, names in owners.items()
+    }
+
+
+def _section(
+    name: str, kind: type[Settings], given: Any, places: Mapping[str, Sequence[str]]
+) -> Settings:
+    """Build one section; an absent or empty one is all defaults. Raises SettingsError."""
     given = {} if given is None else given
     if not isinstance(given, Mapping):
-        raise UserError(f"{name}: expected a section of settings, found {given!r}")
-    refuse_unknown(given, kind.model_fields, name, places)
+        text = f"{name}: expected a section of settings, found {given!r}"
+        raise SettingsError([Problem((name,), text)])
+    problems = unknown_names(given, kind.model_fields, name, places)
     section = kind.__new__(kind)
+    known = {field: tuples(value) for field, value in given.items() if field in kind.model_fields}
     try:
         # Past Settings.__init__, whose error names the class: here it is the section that counts.
-        BaseModel.__init__(section, **{field: tuples(value) for field, value in given.items()})
+        BaseModel.__init__(section, **known)
     except ValidationError as error:
-        raise UserError(explain(error, name)) from None
+        problems += problems_of(error, kind, name)
+    if problems:
+        raise SettingsError(problems)
     return section

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from torch_port.errors import UserError
+from torch_port.setting_errors import Problem
 
 
 class _Loader(yaml.SafeLoader):
@@ -95,14 +96,14 @@ def read_settings(path: Path) -> dict[str, Any]:
     return values
 
 
-def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> set[str]:
+def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, str]:
     """Set `a.b=c` in nested `values`; c is a YAML value.
 
-    Returns the dotted names that were set.
+    Returns, by dotted name, the text of the override that set it.
     Raises UserError for a text without a name or "=", and where a section is overridden whole or a
     setting is treated as a section.
     """
-    done = set()
+    done = {}
     for text in overrides:
         name, equals, value = text.partition("=")
         parts = name.split(".")
@@ -122,31 +123,41 @@ def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> set[
         if isinstance(parsed, dict) or isinstance(place.get(parts[-1]), dict):
             raise UserError(f"override {text!r}: name one setting of a section, not all of it")
         place[parts[-1]] = parsed
-        done.add(name)
+        done[name] = text
     return done
 
 
-def refuse_unknown(
+def unknown_names(
     given: Iterable[object],
     known: Iterable[str],
     section: str = "",
-    elsewhere: Mapping[str, str] | None = None,
-) -> None:
-    """Refuse names that are no settings, each with the nearest known name.
+    elsewhere: Mapping[str, Sequence[str]] | None = None,
+) -> list[Problem]:
+    """Tell which names are no settings, each with the one that was meant, or the known ones.
 
-    Arguments: the given names; the known ones of this `section`; by name, where a name is known
-    `elsewhere`. Raises UserError.
+    Arguments: the given names; the known ones of this `section`; by name, the dotted names of the
+    settings called so `elsewhere`. A name is only suggested when it is near: a far one misleads.
 
-    >>> refuse_unknown(["peak_rate"], ["peak_rate", "eps"], "optimizer")
+    >>> unknown_names(["peek_rate"], ["peak_rate", "eps"], "optimizer")[0].text
+    'optimizer.peek_rate is no setting; did you mean optimizer.peak_rate?'
     """
     names, prefix, problems = list(known), f"{section}." if section else "", []
-    for name in given:
-        if name not in names:
-            near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.0)[0]
-            meant = (elsewhere or {}).get(str(name), f"{prefix}{near}")
-            problems.append(f"{prefix}{name} is no setting; did you mean {meant}?")
-    if problems:
-        raise UserError(" ".join(problems))
+    places = elsewhere or {}
+    for name in map(str, given):
+        if name in names:
+            continue
+        near = difflib.get_close_matches(name, names, n=1)  # difflib's own cutoff, 0.6
+        far = difflib.get_close_matches(name, places, n=1)
+        if name in places:
+            meant = f"did you mean {' or '.join(places[name])}?"
+        elif near:
+            meant = f"did you mean {prefix}{near[0]}?"
+        elif far:
+            meant = f"did you mean {' or '.join(places[far[0]])}?"
+        else:
+            meant = f"{section or 'a run file'} has {', '.join(names)}"
+        problems.append(Problem((prefix + name,), f"{prefix}{name} is no setting; {meant}"))
+    return problems
 
 
 def tuples(value: Any) -> Any:

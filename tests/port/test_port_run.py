@@ -56,7 +56,9 @@ def test_objective_is_the_algorithms_own(tmp_path: Path) -> None:
     assert load(tmp_path, RUN, "algorithm=dflash", "objective.dpace=both").config.algorithm == (
         "dflash"
     )
-    with pytest.raises(UserError, match=r"objective\.l1_alpha is no setting; did you mean"):
+    with pytest.raises(
+        UserError, match=r"objective\.l1_alpha is of algorithm 'dspark'; algorithm 'dflash'"
+    ):
         load(tmp_path, RUN, "algorithm=dflash", "objective.l1_alpha=0.9")
 
 
@@ -67,21 +69,33 @@ def test_objective_is_the_algorithms_own(tmp_path: Path) -> None:
         ("peak_rate=1", r"peak_rate is no setting; did you mean optimizer\.peak_rate\?"),
         ("optimiser.eps=1", r"optimiser is no setting; did you mean optimizer\?"),
         ("data.pinned=[1]", r"data\.pinned is no setting; did you mean vocabulary\.pinned\?"),
+        ("foo.bar=1", r"foo is no setting; a run file has algorithm, draft, .*, optimizer$"),
+        ("data.zzz=1", r"data\.zzz is no setting; data has path, producer$"),
+        ("draft.path=x", r"draft\.path is no setting; did you mean target\.path or data\.path\?"),
         ("algorithm=dsprak", "did you mean 'dspark'"),
+        ("algorithm=medusa", "'medusa' is not known; there are eagle3, dspark, dflash$"),
         ("algorithm=[dspark]", "is not known"),
-        ("optimizer.total_steps=20.0", r"optimizer: total_steps: .*integer \(got 20\.0\)"),
-        ("optimizer.total_steps='20'", r"total_steps: .*integer \(got '20'\)"),
-        ("optimizer.peak_rate=true", "peak_rate"),
-        ("optimizer.warmup_steps=20", "must lie below total_steps"),
-        ("objective.detach_confidence=on", "detach_confidence: .*boolean"),
-        ("objective.detach_confidence=1", "detach_confidence: .*boolean"),
-        ("vocabulary.pinned=[1.0]", "pinned"),
-        ("vocabulary.pinned=1", "pinned"),
-        ("vocabulary.pinned=[0, -2]", "pinned"),
-        ("vocabulary.map=''", "map"),
-        ("vocabulary.map=7", "map"),
-        ("data.producer=both", "producer: .*'files', 'inline' or 'separate'"),
-        ("optimizer.peak_rate=.nan", "peak_rate"),
+        ("objective.beta=1", r"objective\.beta is of algorithm 'dflash'; algorithm 'dspark' has"),
+        ("objective.steps=1", r"objective\.steps is of algorithm 'eagle3'; algorithm 'dspark' has"),
+        ("optimizer.total_steps=20.0",
+         r"optimizer\.total_steps is 20\.0; set optimizer\.total_steps to a whole number of"),
+        ("optimizer.total_steps='20'", r"total_steps is '20'; .*leave out the quotes"),
+        ("optimizer.total_steps=", r"total_steps is null; set .* to a whole number"),
+        ("optimizer.peak_rate=true", r"peak_rate is true; set .* to a number above 0"),
+        ("optimizer.warmup_steps=20",
+         r"optimizer\.warmup_steps \(20\) must lie below optimizer\.total_steps \(20\)"),
+        ("optimizer.betas=[0, x]", r"optimizer\.betas\[1\] is 'x'; set .* to a list of 2 numbers$"),
+        ("objective.detach_confidence=on", r"detach_confidence is 'on'; .* \(true or false\)$"),
+        ("objective.detach_confidence=1", r"detach_confidence is 1; set .* \(true or false\)$"),
+        ("objective.loss_decay_gamma=0", r"loss_decay_gamma is 0; set .* number above 0 or null$"),
+        ("vocabulary.pinned=[1.0]", r"vocabulary\.pinned\[0\] is 1\.0; .*whole numbers"),
+        ("vocabulary.pinned=1", r"vocabulary\.pinned is 1; .* a list of whole numbers"),
+        ("vocabulary.pinned=[0, -2]", r"pinned\[1\] is -2; .*whole numbers of at least 0"),
+        ("vocabulary.map=''", r"vocabulary\.map is ''; .* a non-empty text or null"),
+        ("vocabulary.map=7", r"vocabulary\.map is 7; set"),
+        ("data.producer=both", r"data\.producer is 'both'; .* to 'files', 'inline' or 'separate'"),
+        ("optimizer.peak_rate=.nan", r"peak_rate is nan; "),
+        ("optimizer.eps=.inf", r"optimizer\.eps is inf; .* it must be finite"),
         ("optimizer=1", "name one setting of a section"),
         ("optimizer={eps: 1}", "name one setting of a section"),
         ("algorithm.x=1", "algorithm is a setting, no section"),
@@ -92,15 +106,34 @@ def test_objective_is_the_algorithms_own(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_refused_by_name(tmp_path: Path, override: str, words: str) -> None:
-    """Faults: a name that nobody reads; a value turned into another one."""
-    with pytest.raises(UserError, match=words):
+    """Faults: a name that nobody reads; a value turned into another one; a far name suggested.
+
+    Nor may the file be blamed for what an override says.
+    """
+    with pytest.raises(UserError, match=words) as caught:
         load(tmp_path, RUN, override)
+    assert str(caught.value).startswith(f"override {override!r}: ")
+    assert "Input should" not in str(caught.value)
+
+
+def test_each_problem_names_where_it_is_from(tmp_path: Path) -> None:
+    """Faults: an override blamed on the file, or the file's own fault on an override beside it."""
+    bad = RUN.replace("warmup_steps: 4", "warmup_steps: none")
+    with pytest.raises(UserError) as caught:
+        load(tmp_path, bad, "optimizer.peak_rate=fast", "optimizer.eps=1e-6")
+    assert str(caught.value) == (
+        "override 'optimizer.peak_rate=fast': optimizer.peak_rate is 'fast'; set "
+        f"optimizer.peak_rate to a number above 0; {tmp_path / 'run.yaml'}: optimizer.warmup_steps "
+        "is 'none'; set optimizer.warmup_steps to a whole number of at least 0"
+    )
+    with pytest.raises(UserError, match=r"^/.*run\.yaml: foo is no setting"):
+        load(tmp_path, RUN + "foo: {a: 1}\n", "foo.b=1")
 
 
 def test_all_wrong_values_are_named_at_once(tmp_path: Path) -> None:
     text = RUN.replace("6e-4", "fast").replace("{path: t}", "{}")
     with pytest.raises(
-        UserError, match=r"target: path: .*required.*optimizer: peak_rate: .*'fast'"
+        UserError, match=r"target\.path is missing; set it to .*; optimizer\.peak_rate is 'fast'"
     ):
         load(tmp_path, text)
     with pytest.raises(UserError, match="algorithm is missing"):

@@ -97,18 +97,16 @@ ALGORITHMS = {
 def find_algorithm(name: object) -> Algorithm:
     """Return the family of that name.
 
-    Raises UserError for any other, with the nearest known name.
+    Raises UserError for any other, with the known names and, when it is near, the one meant.
 
     >>> find_algorithm("dspark").layout
     'anchor-first'
     """
     if isinstance(name, str) and name in ALGORITHMS:
         return ALGORITHMS[name]
-    near = difflib.get_close_matches(str(name), ALGORITHMS, n=1, cutoff=0.0)
-    raise UserError(
-        f"algorithm {name!r} is not known; did you mean {near[0]!r}? There are "
-        + ", ".join(ALGORITHMS)
-    )
+    near = difflib.get_close_matches(str(name), ALGORITHMS, n=1)  # of difflib's own cutoff, 0.6
+    meant = f"did you mean {near[0]!r}? There are" if near else "there are"
+    raise UserError(f"algorithm {name!r} is not known; {meant} {', '.join(ALGORITHMS)}")
 
 
 def _load(algorithm: Algorithm, place: str) -> type[Any]:
@@ -125,22 +123,39 @@ def _load(algorithm: Algorithm, place: str) -> type[Any]:
 
 
 def read_draft_config(path: str | Path) -> dict[str, Any] | None:
-    """Read a draft's `config.json`, or the one in a directory; None when there is none to read.
+    """Read a draft's `config.json`, or the one in a directory; None when nothing is there.
 
-    Planning must work where the file is not on disk yet. Raises UserError for a file that is there
-    and holds no JSON object: that is no absence.
+    Planning must work where the file is not on disk yet. Raises UserError for a directory without
+    it and for a file that cannot be read or holds no JSON object: that is no absence.
+    """
+    return read_config(path, "draft.config")
+
+
+def read_config(path: str | Path, setting: str) -> dict[str, Any] | None:
+    """Read a `config.json`, or the one in a directory; None when nothing is at `path`.
+
+    Raises UserError, naming the `setting` that the path is from, for anything else.
     """
     place = Path(path)
     try:
         content = (place / "config.json" if place.is_dir() else place).read_bytes()
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
+        if place.is_dir():
+            raise UserError(
+                f"{setting} {path}: the directory is there and holds no config.json; write it "
+                "there, or name another place"
+            ) from None
         return None
+    except OSError as error:
+        raise UserError(
+            f"{setting} {path}: {error.strerror}; expected a readable config.json"
+        ) from None
     try:
         raw = json.loads(content)
-    except ValueError as error:
-        raise UserError(f"draft.config {path}: no JSON ({error}); write the file again") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{setting} {path}: no JSON ({error}); write the file again") from None
     if not isinstance(raw, dict):
-        raise UserError(f"draft.config {path}: expected a JSON object, found {type(raw).__name__}")
+        raise UserError(f"{setting} {path}: expected a JSON object, found {type(raw).__name__}")
     return raw
 
 
