@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from parity.cases import Case, as_dtype
-from parity.sides import Answer, spec_draft
+from parity.cases import Array, Case, as_dtype
+from parity.sides import Answer, port_draft, spec_draft
 
 
 def spec_decoding(case: Case, dtype: str) -> Answer:
@@ -52,16 +52,36 @@ def spec_decoding(case: Case, dtype: str) -> Answer:
         jnp.asarray(arrays["draws"]),
     )
     rounds = np.array([[r.proposed, r.accepted, len(r.committed)] for r in outcome.rounds])
-    accepted, proposed = rounds[:, 1].sum(), rounds[:, 0].sum()
-    return Answer(
-        loss=float(rounds[:, 2].mean()),  # a decoding case's number: tokens per round
-        metrics={"accepted": (np.asarray(float(accepted)), np.asarray(float(proposed)))},
-        tensors={"tokens": np.asarray(outcome.tokens), "rounds": rounds},
-    )
+    return _answer(np.asarray(outcome.tokens), rounds)
 
 
 def port_decoding(case: Case, dtype: str) -> Answer:
-    """The port does not decode yet."""
-    from torch_port.errors import NotBuiltError
+    """Answer a decoding case with the port, likewise."""
+    import torch
 
-    raise NotBuiltError("decoding is not built in the port")
+    from torch_port.decoding import DecodingConfig, speculate
+
+    draft, target = port_draft(case, dtype)
+    arrays = as_dtype(case.tensors, dtype)
+    logits, states, draws = (
+        torch.from_numpy(arrays[name]) for name in ("toy/logits", "toy/hidden_states", "draws")
+    )
+    outcome = speculate(
+        lambda tokens: (logits[tokens], states[tokens]),
+        draft,
+        target,
+        torch.from_numpy(case.tensors["prompt"]),
+        DecodingConfig(**case.extra["decoding"]),
+        draws,
+    )
+    rounds = np.array([[r.proposed, r.accepted, len(r.committed)] for r in outcome.rounds])
+    return _answer(outcome.tokens_T.numpy(), rounds)
+
+
+def _answer(tokens: Array, rounds: Array) -> Answer:
+    proposed, accepted, committed = rounds.T
+    return Answer(
+        loss=float(committed.mean()),  # a decoding case's number: tokens per round
+        metrics={"accepted": (np.asarray(accepted.sum() * 1.0), np.asarray(proposed.sum() * 1.0))},
+        tensors={"tokens": tokens, "rounds": rounds},
+    )

@@ -337,6 +337,7 @@ def setting(name: str, value: object):
     return change
 
 
+@pytest.mark.parametrize("side", ["port", "spec"])
 @pytest.mark.parametrize(
     ("name", "change"),
     [
@@ -346,9 +347,9 @@ def setting(name: str, value: object):
         ("decoding-greedy", setting("temperature", 1.0)),
     ],
 )
-def test_a_decoding_vector_tells(tmp_path: Path, name: str, change) -> None:
+def test_a_decoding_vector_tells(tmp_path: Path, name: str, change, side: str) -> None:
     """Faults: padding ids proposed, no truncation, tokens past the end, draws that matter at 0."""
     shutil.copytree(OWN / name, tmp_path / name)
-    assert run_case(tmp_path / name, ["spec"], "float32").passes
+    assert run_case(tmp_path / name, [side], "float32").passes
     change(tmp_path / name)
-    assert not run_case(tmp_path / name, ["spec"], "float32").passes
+    assert not run_case(tmp_path / name, [side], "float32").passes
