@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torch_port.blocks import Blocks
 from torch_port.compute import ComputeConfig
-from torch_port.config import BlockLayout, DraftConfig
+from torch_port.config import FULL, BlockLayout, DraftConfig
 from torch_port.errors import UserError
 from torch_port.layout import Layout
 from torch_port.models.backbone import Backbone, draw_weights
@@ -110,9 +110,10 @@ class BlockDraft(DraftVocabMappingMixin, Backbone):
         self.require_vocabulary()
         ids = blocks.input_ids
         embedded = target.embed_tokens.index_select(0, ids.flatten()).view(*ids.shape, -1)
-        return self.run_backbone(
-            embedded, blocks.position, hidden_states_BSF, anchors_BN, keep_BN, layout
-        )
+        # A share of 0 would not stop a NaN or Inf of a state that nobody sees (field-note 9).
+        seen_BS = _seen_states(self.config, anchors_BN, keep_BN, hidden_states_BSF.shape[1])
+        states_BSF = torch.where(seen_BS.unsqueeze(-1), hidden_states_BSF, 0)
+        return self.run_backbone(embedded, blocks.position, states_BSF, anchors_BN, keep_BN, layout)
 
     def output_head(self, lm_head_VH: Tensor) -> Tensor:
         """Return the head of the draft's logits, [K, H]: its own, or the target's kept rows."""
@@ -155,6 +156,17 @@ class BlockDraft(DraftVocabMappingMixin, Backbone):
         if detach:
             hidden, e = hidden.detach(), None if e is None else e.detach()
         return self.confidence_head(hidden, e)
+
+
+def _seen_states(config: DraftConfig, anchors_BN: Tensor, keep_BN: Tensor, sequence: int) -> Tensor:
+    """Return which captured states some block sees in some layer, bool [B, S] (§4)."""
+    context_S = torch.arange(sequence, device=anchors_BN.device)
+    anchor_BN1 = anchors_BN.unsqueeze(-1)
+    seen_BNS = keep_BN.unsqueeze(-1) & (context_S < anchor_BN1)
+    if config.sliding_window is not None and FULL not in config.layer_types:
+        # Slot 0 looks furthest back.
+        seen_BNS = seen_BNS & (context_S > anchor_BN1 - config.sliding_window)
+    return seen_BNS.any(1)
 
 
 def _note_layout(

@@ -139,7 +139,10 @@ def forward_eagle3(
     loss, for evaluation.
     """
     batch = prepared.batch
-    states = draft(batch.input_ids, batch.hidden_states, target, objective.steps)
+    # A share of 0 would not stop a NaN or Inf of a state that nothing reads (field-note 9).
+    read_BS1 = _read_states(batch.loss_mask).unsqueeze(-1)
+    captured_BSF = torch.where(read_BS1, batch.hidden_states, 0)
+    states = draft(batch.input_ids, captured_BSF, target, objective.steps)
     terms = eagle3_terms(draft, states, prepared, target)
     ce_J = terms.ce.sum((1, 2))
     loss = None if denominators is None else _loss(ce_J, denominators, objective, ranks)
@@ -251,6 +254,17 @@ def _masks(prepared: Eagle3Batch, steps: int) -> tuple[Tensor, Tensor]:
     step_J11 = torch.arange(steps, device=label_BP.device).view(-1, 1, 1)
     supervised_JBP = label_BP & (place_P >= step_J11)
     return supervised_JBP, supervised_JBP & (prepared.best_draft_id[:, 1:-1] >= 0)
+
+
+def _read_states(loss_mask_BS: Tensor) -> Tensor:
+    """Return which captured states a supervised slot reads, bool [B, S].
+
+    Step 0's slots read furthest: the last one stands two before the last supervised token, and
+    reads its own state and all before it.
+    """
+    place_S = torch.arange(loss_mask_BS.shape[1], device=loss_mask_BS.device)
+    last_B1 = torch.where(loss_mask_BS > 0.5, place_S, -1).amax(1, keepdim=True)
+    return place_S + 2 <= last_B1
 
 
 def _by_teacher_position(states: list[Tensor]) -> Tensor:
