@@ -37,16 +37,17 @@ class DFlashObjective:
     """The position weights of the cross entropy (sheet §12).
 
     With `dpace` "none" they decay by `loss_decay_gamma` (null means no decay), which is DFlash;
-    with "cumulative", "continuation" or "both" they are D-PACE's, smoothed by `beta`.
+    with "cumulative", "continuation" or "both" they are D-PACE's, smoothed by `beta`, which is 0.5
+    unless given, and null without D-PACE.
 
     Raises:
         ValueError: an unknown variant, a decay or beta out of its range, a decay beside a D-PACE
-            variant; all named.
+            variant, a beta without one; all named.
     """
 
     loss_decay_gamma: float | int | None = None
     dpace: str = "none"
-    beta: float | int = 0.5
+    beta: float | int | None = None
 
     def __post_init__(self) -> None:
         check_decay(self.loss_decay_gamma)
@@ -55,9 +56,17 @@ class DFlashObjective:
             raise ValueError(
                 f"dpace: expected one of {', '.join(map(repr, known))}; got {self.dpace!r}"
             )
+        if self.beta is None:
+            if self.dpace != "none":
+                object.__setattr__(self, "beta", 0.5)  # frozen
         # β = 0 makes P 0 behind a pruned label, and R/P no number.
-        if not (is_real(self.beta) and 0 < self.beta <= 1):
+        elif not (is_real(self.beta) and 0 < self.beta <= 1):
             raise ValueError(f"beta: expected a number above 0 and up to 1, got {self.beta!r}")
+        elif self.dpace == "none":
+            raise ValueError(
+                f"beta = {self.beta} would be ignored, because dpace = 'none' weighs no "
+                f"probability: leave beta out, or set dpace to one of {dpace.VARIANTS}"
+            )
         if self.dpace != "none" and self.loss_decay_gamma is not None:
             raise ValueError(
                 f"loss_decay_gamma = {self.loss_decay_gamma} would be ignored, because dpace = "
@@ -182,6 +191,7 @@ def position_weights(objective: DFlashObjective, slots: Slots) -> Float[Array, "
     z = slots.draft_logits
     if objective.dpace == "none":
         return decayed_weights(slots.mask, objective.loss_decay_gamma, z.dtype)
+    assert objective.beta is not None  # D-PACE's objectives have one
     c = dpace.label_probability(z, slots.draft_labels)
     return dpace.weights(objective.dpace, c, slots.mask, objective.beta)
 

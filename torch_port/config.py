@@ -308,15 +308,27 @@ class DFlashObjectiveConfig(Settings):
 
     `loss_decay_gamma`: exp(−(k−1)/it) at slot k; null means no decay. `dpace` replaces the decay by
     weights read off the draft's own probabilities: "cumulative", "continuation", or their product
-    "both"; `beta`, read by it alone, is how much of each probability is taken as 1.
+    "both"; `beta`, read by it alone and 0.5 unless given, is how much of each probability is taken
+    as 1. Without `dpace` it is null.
     """
 
     loss_decay_gamma: float | None = Field(default=None, gt=0)
     dpace: Literal["none", "cumulative", "continuation", "both"] = "none"
-    beta: float = Field(default=0.5, gt=0, le=1)
+    beta: float | None = Field(default=None, gt=0, le=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_beta(cls, values: dict[str, Any]) -> dict[str, Any]:
+        with_dpace = values.get("dpace", "none") != "none"
+        return values | {"beta": 0.5} if with_dpace and values.get("beta") is None else values
 
     @model_validator(mode="after")
     def _consistent(self) -> DFlashObjectiveConfig:
+        if self.dpace == "none" and self.beta is not None:
+            raise ValueError(
+                f"beta {self.beta} would be ignored, because dpace is 'none'; leave out beta, or "
+                "set dpace to 'cumulative', 'continuation' or 'both'"
+            )
         if self.dpace != "none" and self.loss_decay_gamma is not None:
             raise ValueError(
                 f"dpace {self.dpace!r} replaces the decay; leave out loss_decay_gamma "

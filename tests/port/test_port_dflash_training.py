@@ -255,6 +255,8 @@ def test_an_architecture_of_the_other_draft_is_refused() -> None:
         ({"dpace": None}, "dpace"),
         ({"dpace": "both", "beta": 0.0}, "beta"),
         ({"dpace": "both", "beta": 1.5}, "beta"),
+        ({"beta": 0.5}, "beta 0.5 would be ignored, because dpace is 'none'"),
+        ({"dpace": "none", "beta": 0.3}, "leave out beta, or set dpace to 'cumulative'"),
         ({"dpace": "suffix"}, "dpace"),
         ({"loss_decay_gamma": 0.0}, "loss_decay_gamma"),
         ({"ce_alpha": 0.1}, "ce_alpha"),
@@ -264,3 +266,12 @@ def test_objectives_that_do_not_fit_are_refused(values: dict[str, Any], words: s
     """Fault: a setting that is ignored."""
     with pytest.raises(UserError, match=words):
         DFlashObjectiveConfig(**values)
+
+
+def test_beta_is_there_with_dpace_alone() -> None:
+    """Faults: another default than §12's 0.5; a recorded objective that is refused when read."""
+    both = {dpace: DFlashObjectiveConfig(dpace=dpace).beta for dpace in ("cumulative", "both")}
+    assert both == {"cumulative": 0.5, "both": 0.5}
+    assert DFlashObjectiveConfig().beta is None
+    for objective in OBJECTIVES.values():
+        assert DFlashObjectiveConfig(**objective.model_dump()) == objective

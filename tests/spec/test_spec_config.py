@@ -142,6 +142,7 @@ def test_the_other_architecture():
         ({"dpace": "both", "beta": 0}, "beta: expected"),
         ({"beta": 1.5}, "beta: expected"),
         ({"beta": True}, "beta: expected"),
+        ({"beta": 0.5}, "beta = 0.5 would be ignored, because dpace = 'none'"),
         ({"dpace": "both", "loss_decay_gamma": 4.0}, "loss_decay_gamma = 4.0 would be ignored"),
     ],
 )

@@ -164,6 +164,7 @@ def _decayed(blocks: Blocks, objective: DFlashObjectiveConfig, dtype: torch.dtyp
 
 def _from_confidence(ce_BNG: Tensor, blocks: Blocks, objective: DFlashObjectiveConfig) -> Tensor:
     """Return D-PACE's weights of c = exp(−ce); where the label was pruned ce is 0, and c is too."""
+    assert objective.beta is not None  # D-PACE's objectives have one
     c_BNG = torch.where(blocks.label_is_kept, (-ce_BNG).exp(), 0)
     return dpace_weights(c_BNG, blocks.evaluated, objective.dpace, objective.beta)
 
