@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 import importlib.util
+import platform
 import time
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -22,6 +24,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    # Else the line breaks of a docstring's paragraph are kept, and a narrow terminal breaks twice.
+    rich_markup_mode="markdown",
 )
 console = Console()
 
@@ -55,8 +59,27 @@ class Attention(enum.StrEnum):
     blockwise = "blockwise"
 
 
+def _show_versions(wanted: bool) -> None:
+    if wanted:
+        packages = ", ".join(f"{name} {_version(name)}" for name in ("torch", "jax"))
+        print(f"parity {version('jaxdraft')} ({packages}, Python {platform.python_version()})")
+        raise typer.Exit
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    show_versions: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_versions, is_eager=True, help="Show versions."),
+    ] = False,
+) -> None:
     """Cross-check jaxdraft (the specification) and torch_port (the production port)."""
 
 
@@ -107,11 +130,10 @@ def emit(
     """
     _need_jax(["spec"])
     try:
-        names = write_vectors(directory, overwrite)
+        # Flushed: into a pipe, minutes of work would look like none.
+        write_vectors(directory, overwrite, lambda name: print(f"wrote {name}", flush=True))
     except (CaseError, OSError) as error:
         _stop(str(error))
-    for name in names:
-        console.print(f"wrote {directory / name}", highlight=False, soft_wrap=True)
 
 
 @app.command()

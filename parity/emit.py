@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -43,8 +44,12 @@ _FILES = ("case.json", "tensors.safetensors")
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "safetensors")
 
 
-def emit(directory: Path, overwrite: bool = False) -> list[str]:
+def emit(
+    directory: Path, overwrite: bool = False, wrote: Callable[[Path], object] = lambda path: None
+) -> list[str]:
     """Write every recipe's case below `directory`; return their names.
+
+    `wrote` is called with the directory of each case as soon as it is there.
 
     With `overwrite`, cases of an earlier set that no recipe makes any more are removed: those that
     the directory's manifest names and whose files are the ones it describes. Nothing else is.
@@ -73,6 +78,7 @@ def emit(directory: Path, overwrite: bool = False) -> list[str]:
         if recipe.eagle3 is not None and recipe.error is None:
             check_eagle3(case, answer)
         _write(directory / recipe.name, case, answer, recipe.error)
+        wrote(directory / recipe.name)
     for path in stale:
         for name in _FILES:
             (path / name).unlink()
