@@ -4,58 +4,25 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import torch
-from vocab_toys import V, line, sample, write_target, write_tokenizer
+from vocab_toys import COUNT, Run, V, count, line, runner, sample, write_target
 
-from torch_port.cli import main
 from torch_port.data.features import write_features
 from torch_port.vocabulary.counts import load_counts
 from torch_port.vocabulary.files import load_map
 from torch_port.vocabulary.tokens import load_tokenizer, tokenizer_facts
 
 SVG = "{http://www.w3.org/2000/svg}"
-Run = Callable[..., tuple[int, str, str]]
-# b 4, c 3, <|im_end|> 3, a 1: eleven supervised tokens. Held-out: d 2, b 1, <|im_end|> 1.
-TRAIN = [
-    line(("user", "d d d"), ("assistant", "b c b c")),
-    line(("assistant", "b c"), ("user", "d"), ("assistant", "b a")),
-]
-HELDOUT = line(("assistant", "d b d"))
-COUNT = ["--tokenizer", "tok", "--chat-template", "chatml", "--max-length", "99"]
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command in a directory of its own: (exit status, output, errors)."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TORCH_PORT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("COLUMNS", "100")
-    write_tokenizer(tmp_path / "tok")
-    (tmp_path / "train.jsonl").write_text("".join(TRAIN))
-    (tmp_path / "held.jsonl").write_text(HELDOUT)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["torch-port", "vocab", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        written = capsys.readouterr()
-        return int(ended.value.code or 0), written.out, written.err
-
-    return call
-
-
-def count(run: Run, corpus: str, out: str, *more: str) -> str:
-    status, output, errors = run(
-        "count", corpus, *COUNT, "--vocab-size", str(V), "--workers", "1", "--out", out, *more
-    )
-    assert (status, errors) == (0, "")
-    return output
+    return runner(tmp_path, monkeypatch, capsys)
 
 
 def test_from_conversations_to_a_map(run: Run, tmp_path: Path) -> None:
@@ -102,7 +69,8 @@ def test_from_conversations_to_a_map(run: Run, tmp_path: Path) -> None:
     status, output, _ = run("show", "map.safetensors", "--tokenizer", "tok", "--first", "3")
     assert status == 0
     assert counts.tokenizer_fingerprint in output
-    assert re.search(r"coverage +0\.909", output)
+    assert re.search(r"  coverage +90\.91%\n", output)  # not all sixteen digits
+    assert re.search(r"heldout_coverage +50\.00%\n", output)
     assert re.search(r"first ids +5, 6, 8\n", output)
     for draft_id, target_id, text in ((0, 5, "'b'"), (1, 6, "'c'"), (2, 8, "'<|im_start|>'")):
         assert re.search(rf"^ *{draft_id} +{target_id} +{re.escape(text)} *$", output, re.MULTILINE)
@@ -180,7 +148,48 @@ def test_features_and_the_teachers_mass(run: Run, tmp_path: Path) -> None:
     assert load_map(tmp_path / "n.safetensors")[0].nonzero().squeeze(1).tolist() == [0, 5]
     status, _, errors = run("sweep", "f.counts", "--by", "mass", "--coverage", "0.6")
     assert status == 2
-    assert "no draft_vocab_size reaches a coverage of 0.6" in errors
+    assert "--coverage is 0.6, but all 10 ids of the tokenizer hold only 0.45" in errors
+
+
+def test_the_demos_map_says_what_build_says(run: Run, tmp_path: Path) -> None:
+    """Fault: a map of the demo's without the way it was chosen, or with other ids than the same
+    counts give: pins 8 and 9, then b, c and a by count."""
+    from types import SimpleNamespace
+
+    from rich.console import Console
+
+    from torch_port.data.features import FeatureDirectory
+    from torch_port.demo import run as demo
+
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "tok").rename(tmp_path / "tokenizer")
+    sides = {"train": [5, 6, 5, 6, 5, 4, 1], "heldout": [5, 7, 7, 4]}
+    for side, ids in sides.items():
+        write_features(tmp_path / side, [sample(ids, [1] * len(ids), torch.zeros(len(ids), 2))])
+        (tmp_path / "corpus" / f"{side}.jsonl").write_text(side)
+    prepared = SimpleNamespace(
+        vocab_size=V,
+        tokenizer_vocab_size=10,
+        special=SimpleNamespace(all=lambda: (8, 9)),
+        directory=tmp_path,
+        recipe=SimpleNamespace(max_length=7),
+        **{side: FeatureDirectory(tmp_path / side) for side in sides},
+    )
+    recipe = SimpleNamespace(draft_vocab_size=5)
+    numbers, buffers = demo._vocabulary(prepared, recipe, tmp_path, Console(quiet=True))
+    t2d, d2t, metadata = load_map(tmp_path / "vocabulary.safetensors")
+    assert t2d.nonzero().squeeze(1).tolist() == [1, 5, 6, 8, 9]
+    assert torch.equal(buffers[0], t2d)
+    assert torch.equal(buffers[1], d2t)
+    assert (numbers["coverage_train"], numbers["coverage_heldout"]) == (6 / 7, 0.25)
+    assert {"size": 5, "train": 6 / 7, "heldout": 0.25} in numbers["curve"]
+    assert (metadata["coverage"], metadata["heldout_coverage"]) == (repr(6 / 7), "0.25")
+    assert len(metadata["corpus_fingerprint"]) == len(metadata["tokenizer_fingerprint"]) == 64
+    count(run, "train.jsonl", "c", "--tokenizer", "tokenizer")
+    build = ["--size", "5", "--heldout", "h", "--out", "m.safetensors"]
+    count(run, "held.jsonl", "h", "--tokenizer", "tokenizer")
+    assert run("build", "c", *build)[0] == 0
+    assert load_map(tmp_path / "m.safetensors")[2].keys() == metadata.keys()
 
 
 def test_field_notes_2_5_and_6(run: Run, tmp_path: Path) -> None:
@@ -198,7 +207,7 @@ def test_field_notes_2_5_and_6(run: Run, tmp_path: Path) -> None:
     assert load_map(tmp_path / "p.safetensors")[0].nonzero().squeeze(1).tolist() == [1, 3, 7, 8, 9]
     status, _, errors = run("build", "narrow.counts", "--size", "3", *pinned, "--overwrite")
     assert status == 2
-    assert "4 pinned ids do not fit a draft_vocab_size of 3; raise it to at least 4" in errors
+    assert "--size is 3, but 4 ids are pinned; give at least 4" in errors
 
 
 def test_maps_of_the_field_are_shown(run: Run, tmp_path: Path) -> None:
@@ -219,84 +228,6 @@ def test_maps_of_the_field_are_shown(run: Run, tmp_path: Path) -> None:
         status, _, errors = run("show", "bad.pt")
         assert status == 2
         assert "d2t holds offsets" in errors
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["count", "train.jsonl", "--out", "x"], "Missing option '--tokenizer'"),
-        (["count", "train.jsonl", *COUNT[:4], "--vocab-size", "16"], "--max-length is not given"),
-        (
-            ["count", "train.jsonl", *COUNT[:2], "--vocab-size", "16"],
-            "--chat-template is not given",
-        ),
-        (["count", "train.jsonl", *COUNT], "vocab_size is not known: give --vocab-size"),
-        (["count", "train.jsonl", *COUNT, "--vocab-size", "9"], "10 ids, but vocab_size is 9"),
-        (["count", "train.jsonl", *COUNT, "--vocab-size", "0"], "--vocab-size is 0"),
-        (["count", "no.jsonl", *COUNT, "--vocab-size", "16"], "no.jsonl: no such file"),
-        (["count", "train.jsonl", "tok", *COUNT], "are mixed"),
-        (["count", "tok", *COUNT], "--chat-template is chatml, but features hold tokens"),
-        (["count", "tok", *COUNT[:2], "--vocab-size", "16"], "index of a feature directory"),
-        (["count", "train.jsonl", *COUNT, "--teacher-mass"], "JSONL has none"),
-        (["count", "tok", *COUNT[:2], "--teacher-mass"], "give --target DIR"),
-        (["count", "train.jsonl", *COUNT, "--target", "tok"], "config.json"),
-        (["sweep", "train.jsonl"], "no token counts could be read"),
-        (["sweep", "c", "--sizes", "2,x"], "--sizes is '2,x', but 'x' is no whole number"),
-        (["sweep", "c", "--sizes", "11"], "produces only 10 ids"),
-        (["sweep", "c", "--sizes", "0"], "draft_vocab_size is 0"),
-        (["sweep", "c", "--by", "luck"], "--by is 'luck'"),
-        (["sweep", "c", "--by", "mass"], "--by mass needs the teacher's mass"),
-        (["sweep", "c", "--heldout", "c"], "--heldout is the training corpus itself"),
-        (["sweep", "c", "--heldout", "wide"], "--heldout was counted for vocab_size 17"),
-        (["sweep", "c", "--heldout", "other"], "--heldout was counted with another tokenizer"),
-        (["sweep", "c", "--coverage", "99"], "coverage is 99.0"),
-        (["sweep", "c", "--svg", "none/c.svg"], "create none"),
-        (["build", "c"], "give one of --size K and --coverage"),
-        (["build", "c", "--size", "4", "--coverage", "0.9"], "give one of --size K"),
-        (["build", "c", "--size", "4", "--pin", "12"], "pinned ids must lie in 0 … 9"),
-        (["build", "c", "--size", "4", "--out", "m.pt"], "write --out m.safetensors"),
-        (["build", "c", "--size", "4", "--out", "tok"], "maps are written as .safetensors"),
-        (["build", "c", "--size", "4", "--out", "old.safetensors"], "add --overwrite"),
-        (
-            ["build", "c", "--size", "4", "--out", "old.safetensors", "--overwrite"],
-            "never replaced",
-        ),
-        (["count", "held.jsonl", *COUNT, "--out", "train.jsonl", "--overwrite"], "never replaced"),
-        (["sweep", "c", "--svg", "train.jsonl", "--overwrite"], "never replaced"),
-        (["show", "c", "--first", "0"], "--first is 0"),
-        (["show", "train.jsonl"], "no vocabulary map could be read"),
-    ],
-)
-def test_bad_use_is_one_sentence_and_status_2(
-    run: Run, tmp_path: Path, arguments: list[str], words: str
-) -> None:
-    """Faults: a traceback, a guess, or a message that does not name the setting."""
-    count(run, "train.jsonl", "c")
-    wide = ["--vocab-size", "17", "--workers", "1", "--out", "wide"]
-    assert run("count", "held.jsonl", *COUNT, *wide)[0] == 0
-    write_tokenizer(tmp_path / "tok2", "e")
-    other = [*COUNT[2:], "--tokenizer", "tok2", "--vocab-size", "16", "--workers", "1"]
-    assert run("count", "held.jsonl", *other, "--out", "other")[0] == 0
-    (tmp_path / "old.safetensors").write_text("kept")
-    if arguments[0] in ("count", "build") and "--out" not in arguments:
-        arguments = [*arguments, "--out", "x.safetensors"]
-    status, _, errors = run(*arguments)
-    assert status == 2
-    assert words in re.sub(r"\s+", " ", errors.replace("│", " "))
-    assert "Traceback" not in errors
-    assert not (tmp_path / "x.safetensors").exists()
-    assert (tmp_path / "old.safetensors").read_text() == "kept"
-    assert (tmp_path / "train.jsonl").read_text() == "".join(TRAIN)
-
-
-def test_a_map_of_another_tokenizer_is_not_decoded(run: Run, tmp_path: Path) -> None:
-    """Fault: ids shown as words of a tokenizer in which they mean something else."""
-    count(run, "train.jsonl", "c")
-    write_tokenizer(tmp_path / "tok2", "e")
-    assert run("build", "c", "--size", "4", "--out", "m.safetensors")[0] == 0
-    status, _, errors = run("show", "m.safetensors", "--tokenizer", "tok2")
-    assert status == 2
-    assert "is not the one the map was made with" in errors
 
 
 NO_TORCH = """

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
+from torch_port.cli import main
 from torch_port.data.features import FeatureSample
 from torch_port.vocabulary.counts import TokenCounts
 
@@ -67,3 +71,41 @@ def write_target(directory: Path, head: torch.Tensor, **config: Any) -> Path:
 def found(counts: TokenCounts) -> dict[int, int]:
     """Counts by id, without the zeros."""
     return {int(i): int(counts.counts[i]) for i in np.nonzero(counts.counts)[0]}
+
+
+Run = Callable[..., tuple[int, str, str]]
+# b 4, c 3, <|im_end|> 3, a 1: eleven supervised tokens. Held-out: d 2, b 1, <|im_end|> 1.
+TRAIN = [
+    line(("user", "d d d"), ("assistant", "b c b c")),
+    line(("assistant", "b c"), ("user", "d"), ("assistant", "b a")),
+]
+HELDOUT = line(("assistant", "d b d"))
+COUNT = ["--tokenizer", "tok", "--chat-template", "chatml", "--max-length", "99"]
+
+
+def runner(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Make a directory with two corpora; return `vocab` in it: (exit status, output, errors)."""
+    monkeypatch.chdir(root)
+    monkeypatch.setenv("TORCH_PORT_CACHE", str(root / "cache"))
+    monkeypatch.setenv("COLUMNS", "100")
+    write_tokenizer(root / "tok")
+    (root / "train.jsonl").write_text("".join(TRAIN))
+    (root / "held.jsonl").write_text(HELDOUT)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["torch-port", "vocab", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        written = capsys.readouterr()
+        return int(ended.value.code or 0), written.out, written.err
+
+    return call
+
+
+def count(run: Run, corpus: str, out: str, *more: str) -> str:
+    """Count a corpus of conversations; return what was printed."""
+    status, output, errors = run(
+        "count", corpus, *COUNT, "--vocab-size", str(V), "--workers", "1", "--out", out, *more
+    )
+    assert (status, errors) == (0, "")
+    return output

@@ -23,6 +23,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from torch_port.data.conversations import CHAT_TEMPLATE
+from torch_port.data.features import FeatureDirectory
 from torch_port.data.fingerprints import corpus_fingerprint, tokenizer_fingerprint
 from torch_port.demo.drafts import (
     DraftRun,
@@ -39,10 +40,11 @@ from torch_port.demo.recipe import Recipe
 from torch_port.demo.report import terminal_table, write_report
 from torch_port.models.dspark import FrozenTarget
 from torch_port.progress import Stage, stage
+from torch_port.vocabulary.build import write_map
 from torch_port.vocabulary.counting import count_supervised_tokens
-from torch_port.vocabulary.files import save_map
+from torch_port.vocabulary.counts import TokenCounts
 from torch_port.vocabulary.mapping import buffers_from_kept
-from torch_port.vocabulary.selection import coverage, select_by_count
+from torch_port.vocabulary.sweep import rank, sweep
 
 PARITY_BATCH = 2  # samples per batch of the cross-check: the spec keeps [slots, V] in float64
 
@@ -140,52 +142,55 @@ def _vocabulary(
     prepared: Prepared, recipe: Recipe, directory: Path, console: Console
 ) -> tuple[dict[str, Any], tuple[Tensor, Tensor]]:
     """Count, select, save the map; return its part of metrics.json and its buffers."""
-    V, usable = prepared.vocab_size, prepared.tokenizer_vocab_size
     counts, heldout = (
-        count_supervised_tokens(
-            ((ids.numpy(), mask.numpy()) for ids, mask in features.iter_tokens()), V
-        )
-        for features in (prepared.train, prepared.heldout)
+        _counts(prepared, features, side)
+        for features, side in ((prepared.train, "train"), (prepared.heldout, "heldout"))
     )
-    pinned = prepared.special.all()
-
-    def covered(size: int) -> tuple[float, float]:
-        kept = select_by_count(counts, size, pinned, usable)
-        return coverage(kept, counts), coverage(kept, heldout)
-
-    kept = select_by_count(counts, recipe.draft_vocab_size, pinned, usable)
-    buffers = buffers_from_kept(torch.from_numpy(kept), V)
-    train_coverage, heldout_coverage = coverage(kept, counts), coverage(kept, heldout)
-    save_map(
-        directory / "vocabulary.safetensors",
-        *buffers,
-        corpus_fingerprint=_corpus_fingerprint(prepared),
-        tokenizer_fingerprint=tokenizer_fingerprint(
-            prepared.directory / "tokenizer" / "tokenizer.json"
-        ),
-        coverage=train_coverage,
-    )
+    ranking = rank(counts, pin_bytes=False, heldout=heldout)
+    size, V = recipe.draft_vocab_size, prepared.vocab_size
+    row = write_map(directory / "vocabulary.safetensors", counts, ranking, size)
+    assert row.heldout is not None
     console.print(
-        f"  vocabulary: {len(kept)} of {V} ids kept, {len(pinned)} pinned; coverage "
-        f"{train_coverage:.2%} of training tokens, {heldout_coverage:.2%} of held-out ones",
+        f"  vocabulary: {size} of {V} ids kept, {ranking.pins} pinned; coverage "
+        f"{row.train:.2%} of training tokens, {row.heldout:.2%} of held-out ones",
         highlight=False,
         soft_wrap=True,
     )
-    sizes = np.unique(np.geomspace(max(16, len(pinned)), usable, 24).astype(int))
-    points = sorted({*sizes.tolist(), len(kept)})
-    curve = [
-        {"size": size, "train": train, "heldout": held}
-        for size in points
-        for train, held in [covered(size)]
-    ]
+    usable = prepared.tokenizer_vocab_size
+    low = min(max(16, ranking.pins), usable)
+    sizes = np.unique(np.geomspace(low, usable, 24).astype(int))
     return {
-        "size": len(kept),
+        "size": size,
         "of": V,
-        "pinned": len(pinned),
-        "coverage_train": train_coverage,
-        "coverage_heldout": heldout_coverage,
-        "curve": curve,
-    }, buffers
+        "pinned": ranking.pins,
+        "coverage_train": row.train,
+        "coverage_heldout": row.heldout,
+        "curve": [
+            {"size": row.size, "train": row.train, "heldout": row.heldout}
+            for row in sweep(ranking, counts, [*sizes.tolist(), size])
+        ],
+    }, buffers_from_kept(torch.from_numpy(ranking.kept(size)), V)
+
+
+def _counts(prepared: Prepared, features: FeatureDirectory, side: str) -> TokenCounts:
+    """Count a side's captured samples; its corpus is the file that they were drawn from."""
+    corpus = prepared.directory / "corpus"
+    file, length = corpus / f"{side}.jsonl", prepared.recipe.max_length
+    tokens = ((ids.numpy(), mask.numpy()) for ids, mask in features.iter_tokens())
+    return TokenCounts(
+        counts=count_supervised_tokens(tokens, prepared.vocab_size),
+        mass=None,
+        special_ids=np.array(prepared.special.all(), dtype=np.int64),
+        byte_ids=np.zeros(0, dtype=np.int64),
+        tokenizer_size=prepared.tokenizer_vocab_size,
+        samples=len(features),
+        truncated=0,
+        corpus_fingerprint=corpus_fingerprint(corpus, [file], CHAT_TEMPLATE, length),
+        tokenizer_fingerprint=tokenizer_fingerprint(
+            prepared.directory / "tokenizer" / "tokenizer.json"
+        ),
+        contents=(),
+    )
 
 
 def _parity(

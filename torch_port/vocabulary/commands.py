@@ -5,7 +5,6 @@ What a command needs is imported inside it: counting and sweeping start without 
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,11 +12,19 @@ import typer
 from rich.console import Console
 
 from torch_port.errors import UserError
-from torch_port.vocabulary.printing import decoded, fields, print_counts, say, shares, sweep_table
+from torch_port.vocabulary.printing import (
+    decoded,
+    fields,
+    map_fields,
+    print_counts,
+    say,
+    shares,
+    sweep_table,
+)
 
 if TYPE_CHECKING:
     from torch_port.vocabulary.counts import TokenCounts
-    from torch_port.vocabulary.sweep import Ranking, SweepRow
+    from torch_port.vocabulary.sweep import Ranking
 
 vocab_app = typer.Typer(
     help="Choose which of the target's ids a draft can say: count, sweep, build, show.",
@@ -69,7 +76,11 @@ def count(
     ],
     chat_template: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="How conversations become text (JSONL only): chatml."),
+        typer.Option(
+            metavar="chatml|tokenizer|FILE",
+            help="How conversations become text (JSONL only): chatml; tokenizer, the template "
+            "beside --tokenizer; or a Jinja file.",
+        ),
     ] = None,
     max_length: Annotated[
         int | None,
@@ -92,7 +103,7 @@ def count(
     ] = False,
     workers: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Processes that tokenize; all cores by default."),
+        typer.Option(metavar="N", help="Processes that count; all cores by default."),
     ] = None,
     no_cache: Annotated[
         bool, typer.Option("--no-cache", help="Count anew, and keep nothing in the cache.")
@@ -119,6 +130,7 @@ def count(
     options.check_writable(out, "--out", overwrite, load_counts)
     from_features = options.are_features(corpus)
     options.check_count_options(from_features, chat_template, max_length, teacher_mass, target)
+    processes = options.resolve_workers(workers)
     V = options.resolve_vocab_size(vocab_size, target)
     facts = tokenizer_facts(tokenizer)
     cache = None if no_cache else default_cache_root() / "counts"
@@ -130,14 +142,17 @@ def count(
             from torch_port.vocabulary.target_head import read_head
 
             head = read_head(target)
-        counts, cached = count_features(corpus, facts, V, console, head_VH=head, cache=cache)
+        counts, cached = count_features(
+            corpus, facts, V, console, workers=processes, head_VH=head, cache=cache
+        )
     else:
+        from torch_port.vocabulary.templates import resolve_template
         from torch_port.vocabulary.text_corpus import TextCorpus, count_text
 
         assert chat_template is not None
         assert max_length is not None
-        text = TextCorpus(tuple(corpus), facts, chat_template, max_length)
-        processes = len(os.sched_getaffinity(0)) if workers is None else workers
+        template = resolve_template(chat_template, facts.file)
+        text = TextCorpus(tuple(corpus), facts, template, max_length)
         counts, cached = count_text(text, V, console, workers=processes, cache=cache)
     save_counts(out, counts)
     print_counts(console, counts, cached)
@@ -187,7 +202,10 @@ def sweep(
     wanted = (
         sweeping.default_sizes(ranking)
         if sizes is None
-        else options.whole_numbers(sizes, "--sizes")
+        else [
+            options.check_size(size, "--sizes", ranking)
+            for size in options.whole_numbers(sizes, "--sizes")
+        ]
     )
     chosen = None if share is None else ranking.size_for(share)
     rows = sweeping.sweep(ranking, given, [*wanted, *([] if chosen is None else [chosen])])
@@ -232,19 +250,26 @@ def build(
     Example: torch-port vocab build train.counts --coverage 0.99 --out map.safetensors
     """
     from torch_port.vocabulary import options
+    from torch_port.vocabulary.build import write_map
     from torch_port.vocabulary.files import load_map
 
     console = Console()
     options.check_map_name(out)
     options.check_writable(out, "--out", overwrite, load_map)
     if (size is None) == (share is None):
-        raise UserError("give one of --size K and --coverage SHARE: they both choose K")
+        given_are = "neither is given" if size is None else "both are given"
+        raise UserError(
+            f"--size and --coverage each choose K, and {given_are}; give one: --size 32000, or "
+            "--coverage 0.99"
+        )
     given, ranking = _rank(counts, heldout, by, pin, pin_special, pin_bytes)
-    if share is not None:
+    if size is not None:
+        options.check_size(size, "--size", ranking)
+    else:
+        assert share is not None
         size = ranking.size_for(share)
-    assert size is not None
     kept = ranking.kept(size)
-    row = _write_map(out, given, ranking, size)
+    row = write_map(out, given, ranking, size)
     say(
         console,
         f"Map: {out}\n  {size:,} of {len(given.counts):,} ids kept, {ranking.pins} pinned, "
@@ -259,7 +284,13 @@ def show(
         Path | None,
         typer.Option(metavar="PATH", help="The target's tokenizer, to see the ids as text."),
     ] = None,
-    first: Annotated[int, typer.Option(metavar="N", help="How many ids to list.")] = 12,
+    first: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="List the map's N lowest ids; with --tokenizer also N ids spread evenly over it.",
+        ),
+    ] = 12,
 ) -> None:
     """Print what a map keeps and what it was made from.
 
@@ -269,25 +300,17 @@ def show(
     Example: torch-port vocab show map.safetensors --tokenizer target/
     """
     from torch_port.vocabulary.files import load_map
+    from torch_port.vocabulary.options import check_first
 
-    if first < 1:
-        raise UserError(f"--first is {first}, but at least 1 id is listed")
+    check_first(first)
     console = Console()
     t2d, _, metadata = load_map(file)
     kept = t2d.nonzero().squeeze(1).tolist()
-    lines = [
-        ("V, the target's ids", f"{len(t2d):,}"),
-        ("K, kept", f"{len(kept):,} ({len(kept) / len(t2d):.1%})"),
-        ("first ids", ", ".join(map(str, kept[:first]))),
-        ("last id", str(kept[-1])),
-    ]
-    derived = ("vocab_size", "draft_vocab_size")
-    lines += [(name, value) for name, value in sorted(metadata.items()) if name not in derived]
-    if not metadata:
-        lines.append(("origin", "not recorded in this file"))
-    fields(console, lines)
-    if tokenizer is not None:
-        console.print(decoded(kept, tokenizer, metadata, first))
+    # A wrong tokenizer is an error before anything is printed.
+    table = None if tokenizer is None else decoded(kept, tokenizer, metadata, first)
+    fields(console, map_fields(kept, len(t2d), metadata, first))
+    if table is not None:
+        console.print(table)
 
 
 def _rank(
@@ -312,32 +335,3 @@ def _rank(
         heldout=None if heldout is None else load_counts(heldout),
     )
     return given, ranking
-
-
-def _write_map(out: Path, given: TokenCounts, ranking: Ranking, size: int) -> SweepRow:
-    import torch
-
-    from torch_port.vocabulary.files import save_map
-    from torch_port.vocabulary.mapping import buffers_from_kept
-    from torch_port.vocabulary.sweep import sweep as rows_of
-
-    (row,) = rows_of(ranking, given, [size])
-    details = {
-        "selected_by": ranking.rule,
-        "pinned": str(ranking.pins),
-        "tokenizer_size": str(given.tokenizer_size),
-        "source": given.source,
-    }
-    if row.heldout is not None:
-        details["heldout_coverage"] = repr(row.heldout)
-    if row.mass is not None:
-        details |= {"kept_mass": repr(row.mass), "target_fingerprint": given.target_fingerprint}
-    save_map(
-        out,
-        *buffers_from_kept(torch.from_numpy(ranking.kept(size)), len(given.counts)),
-        corpus_fingerprint=given.corpus_fingerprint,
-        tokenizer_fingerprint=given.tokenizer_fingerprint,
-        coverage=row.train,
-        details=details,
-    )
-    return row

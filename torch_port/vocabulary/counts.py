@@ -6,6 +6,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,12 +17,14 @@ from torch_port.data.atomic import atomic_file
 from torch_port.errors import UserError
 from torch_port.vocabulary.stable import stable_bytes
 
-_FORMAT = "torch-port counts 1"
+_FORMAT = "torch-port counts 2"
 _METADATA = (
     "tokenizer_size",
     "samples",
     "truncated",
-    "source",
+    "chat_template",
+    "template_fingerprint",
+    "max_length",
     "corpus_fingerprint",
     "tokenizer_fingerprint",
     "target_fingerprint",
@@ -34,8 +37,12 @@ class TokenCounts:
 
     `counts` int64 [V] over supervised tokens; `mass` float64 [V], the teacher's summed
     probability, or None; `special_ids` and `byte_ids` int64, the tokenizer's ids worth pinning;
-    `tokenizer_size` V_tok; `samples` read, of which `truncated` were cut; `source` says how the
-    tokens were made; `target_fingerprint` is of the head behind `mass`, else empty.
+    `tokenizer_size` V_tok; `samples` read, of which `truncated` were cut. `chat_template` (its
+    name), `template_fingerprint` and `max_length` say how conversations became tokens; they are
+    empty and 0 for features, which hold tokens already. `corpus_fingerprint` is that of contracts
+    §1; `contents` holds the sha256 of every file's content, or of every feature directory's tokens,
+    whatever they are called and however they are counted. `target_fingerprint` is of the head
+    behind `mass`, else empty.
     """
 
     counts: NDArray[np.int64]
@@ -45,10 +52,20 @@ class TokenCounts:
     tokenizer_size: int
     samples: int
     truncated: int
-    source: str
     corpus_fingerprint: str
     tokenizer_fingerprint: str
+    contents: tuple[str, ...]
+    chat_template: str = ""
+    template_fingerprint: str = ""
+    max_length: int = 0
     target_fingerprint: str = ""
+
+    @property
+    def source(self) -> str:
+        """How the tokens were made."""
+        if not self.chat_template:
+            return "features"
+        return f"conversations, {self.chat_template}, max_length {self.max_length}"
 
     @property
     def supervised(self) -> int:
@@ -67,6 +84,7 @@ def save_counts(path: Path, counts: TokenCounts) -> None:
     if counts.mass is not None:
         tensors["mass"] = counts.mass
     metadata = {name: str(getattr(counts, name)) for name in _METADATA}
+    metadata["contents"] = json.dumps(counts.contents)
     content = stable_bytes(save(tensors, metadata | {"format": _FORMAT}))
     with atomic_file(path) as stream:
         stream.write(content)
@@ -81,8 +99,7 @@ def load_counts(path: Path) -> TokenCounts:
         with safe_open(path, "np") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if metadata.get("format") != _FORMAT:
-            raise ValueError("it is of another kind")
+        _check_kind(metadata, tensors)
         counts = TokenCounts(
             counts=tensors["counts"],
             mass=tensors.get("mass"),
@@ -91,7 +108,10 @@ def load_counts(path: Path) -> TokenCounts:
             tokenizer_size=int(metadata["tokenizer_size"]),
             samples=int(metadata["samples"]),
             truncated=int(metadata["truncated"]),
-            source=metadata["source"],
+            contents=tuple(map(str, json.loads(metadata["contents"]))),
+            chat_template=metadata["chat_template"],
+            template_fingerprint=metadata["template_fingerprint"],
+            max_length=int(metadata["max_length"]),
             corpus_fingerprint=metadata["corpus_fingerprint"],
             tokenizer_fingerprint=metadata["tokenizer_fingerprint"],
             target_fingerprint=metadata["target_fingerprint"],
@@ -99,6 +119,8 @@ def load_counts(path: Path) -> TokenCounts:
         _check(counts)
     except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
         first_line = str(error).split("\n", 1)[0]
+        if isinstance(error, KeyError):
+            first_line = f"it lacks {error.args[0]}"
         raise UserError(
             f"{path}: no token counts could be read ({first_line}); "
             "expected a file that `torch-port vocab count --out` wrote"
@@ -147,6 +169,15 @@ def write_cache(directory: Path | None, key: str, counts: TokenCounts) -> None:
 
 def _place(directory: Path, key: str) -> Path:
     return directory / f"{key}.safetensors"
+
+
+def _check_kind(metadata: dict[str, str], tensors: dict[str, Any]) -> None:
+    kind = metadata.get("format", "")
+    if kind == _FORMAT:
+        return
+    if kind.startswith("torch-port counts"):
+        raise ValueError("another version wrote it: count again")
+    raise ValueError("it is a vocabulary map" if "t2d" in tensors else "it is of another kind")
 
 
 def _check(counts: TokenCounts) -> None:

@@ -1,6 +1,6 @@
 """Counting feature directories: their supervised ids, and the teacher's mass on every id.
 
-Ids and masks are read shard by shard; states only for the mass, the final ones, by samples.
+Ids and masks are read in pieces, by several processes; states only for the mass, the final ones.
 Imports torch, as reading features does.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +18,20 @@ from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor
 
-from torch_port.data.features import FeatureDirectory
+from torch_port.data.features import TOKEN_NAMES, FeatureDirectory
 from torch_port.errors import UserError
-from torch_port.progress import Stage, stage
+from torch_port.progress import stage
 from torch_port.vocabulary.counting import count_supervised_tokens
 from torch_port.vocabulary.counts import TokenCounts, cache_key, read_cache, write_cache
-from torch_port.vocabulary.mass import TeacherMass
+from torch_port.vocabulary.feature_pieces import FeaturePiece, feature_pieces, read_samples
+from torch_port.vocabulary.mass import PIECE_ROWS, sum_mass
+from torch_port.vocabulary.parallel import check_workers, in_processes
 from torch_port.vocabulary.target_head import head_fingerprint
 from torch_port.vocabulary.tokens import TokenizerFacts, check_sizes
+
+# Tokens of a piece: 12 MB of ids and masks; with states, which are H times as wide, fewer.
+_ROWS, _ROWS_WITH_STATES = 1 << 20, PIECE_ROWS
+_STATES = "target_last_hidden_states"
 
 
 def count_features(
@@ -33,8 +40,10 @@ def count_features(
     vocab_size: int,
     console: Console,
     *,
+    workers: int = 1,
     head_VH: Tensor | None = None,
     cache: Path | None = None,
+    piece_rows: int | None = None,
 ) -> tuple[TokenCounts, bool]:
     """Count the supervised tokens of feature directories, and sum the teacher's mass with a head.
 
@@ -42,26 +51,27 @@ def count_features(
     however they are sharded, not over the captured layers, which change no count. With a head the
     cache also asks for the same final states.
     Finding it reads the tokens once, so they are counted on the way; the cache saves the mass.
+    The result is the same, bit for bit, for any number of workers.
 
-    Arguments: `directories`; the target's `tokenizer`; `vocab_size` V; `head_VH` U, or None for
-    counts alone; `cache` directory or None.
+    Arguments: `directories`; the target's `tokenizer`; `vocab_size` V; `workers`, processes that
+    count (1: this one) and threads that sum the mass; `head_VH` U, or None for counts alone;
+    `cache` directory or None; `piece_rows`, tokens that a process takes at a time (chosen).
     Returns (counts, whether the cache held them).
     Raises UserError for a directory given twice or without features, supervised ids that the
     tokenizer cannot produce, and a corpus without a supervised token.
     """
     check_sizes(tokenizer, vocab_size)
+    check_workers(workers)
     if len({path.resolve() for path in directories}) < len(directories):
         raise UserError(
             f"corpus: a directory is given twice among {', '.join(map(str, directories))}, and its "
             "tokens would count twice; give every directory once"
         )
     features = [FeatureDirectory(path) for path in directories]
-    total = sum(map(len, features))
-    digest = _Digest()
-    rows = sum(sum(directory.lengths) for directory in features)
-    with stage("counting", rows, console) as progress:
-        tokens = _tokens(features, digest, head_VH is not None, progress)
-        counts = count_supervised_tokens(tokens, vocab_size, tokenizer.size)
+    settings = (vocab_size, tokenizer.size, head_VH is not None)
+    if piece_rows is None:
+        piece_rows = _ROWS if head_VH is None else _ROWS_WITH_STATES
+    counts, digest = _count_pieces(features, settings, console, workers, piece_rows)
     if not counts.any():
         raise UserError(
             "corpus: no supervised token in the features; their loss masks are 0 everywhere. "
@@ -76,15 +86,15 @@ def count_features(
         return held, True
     result = TokenCounts(
         counts=counts,
-        mass=None if head_VH is None else _mass(features, head_VH, total, console),
+        mass=None if head_VH is None else sum_mass(features, head_VH, console, workers),
         special_ids=np.array(tokenizer.special_ids, dtype=np.int64),
         byte_ids=np.array(tokenizer.byte_ids, dtype=np.int64),
         tokenizer_size=tokenizer.size,
-        samples=total,
+        samples=sum(map(len, features)),
         truncated=0,  # the capture cut them, and features do not say which
-        source="features",
         corpus_fingerprint=digest.corpus(),
         tokenizer_fingerprint=tokenizer.fingerprint,
+        contents=digest.contents(),
         target_fingerprint=target,
     )
     write_cache(cache, key, result)
@@ -92,50 +102,100 @@ def count_features(
 
 
 class _Digest:
-    """Fingerprints that grow with what is read; one stream each, so that sharding is no part."""
+    """Fingerprints of directories, from the digests of their samples: sharding is no part."""
 
-    def __init__(self) -> None:
-        self._streams = {name: hashlib.sha256() for name in ("samples", "ids", "mask", "states")}
+    def __init__(self, features: Sequence[FeatureDirectory]) -> None:
+        self._names = [
+            json.dumps([list(pair) for pair in zip(one.ids, one.lengths, strict=True)])
+            for one in features
+        ]
+        self._left = [len(one) for one in features]
+        self._tokens = [hashlib.sha256() for _ in features]
+        self._states = hashlib.sha256()
+        self._at = 0
 
-    def add(self, name: str, content: bytes | memoryview) -> None:
-        self._streams[name].update(content)
+    def add(self, tokens: Sequence[bytes], states: bytes) -> None:
+        """Add the next samples of the directory that is not complete yet."""
+        while not self._left[self._at]:
+            self._at += 1
+        self._left[self._at] -= len(tokens)
+        self._tokens[self._at].update(b"".join(tokens))
+        self._states.update(states)
+
+    def contents(self) -> tuple[str, ...]:
+        """Return the sha256 of every directory's ids and masks."""
+        return tuple(one.hexdigest() for one in self._tokens)
 
     def corpus(self) -> str:
-        parts = [self._streams[name].hexdigest() for name in ("samples", "ids", "mask")]
-        return hashlib.sha256("".join(parts).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([self._names, self.contents()]).encode()).hexdigest()
 
     def states(self) -> str:
-        return self._streams["states"].hexdigest()
+        return self._states.hexdigest()
 
 
-def _tokens(
-    features: Sequence[FeatureDirectory], digest: _Digest, with_states: bool, progress: Stage
-) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
-    """Yield ids and masks, and add to the digest what is counted of them."""
-    done = 0
-    for directory in features:
-        samples = [list(pair) for pair in zip(directory.ids, directory.lengths, strict=True)]
-        digest.add("samples", json.dumps(samples).encode())
-        for ids, mask, *states in _read(directory, with_states):
+@dataclass(frozen=True)
+class _Part:
+    """What a piece held: `ids` that occur and how often, and its samples' digests."""
+
+    ids: NDArray[np.int64]
+    found: NDArray[np.int64]
+    tokens: list[bytes]
+    states: bytes
+
+
+def _count_pieces(
+    features: Sequence[FeatureDirectory],
+    settings: tuple[int, int, bool],
+    console: Console,
+    workers: int,
+    piece_rows: int,
+) -> tuple[NDArray[np.int64], _Digest]:
+    pieces = feature_pieces(features, piece_rows)
+    workers = min(workers, len(pieces))
+    total, digest = np.zeros(settings[0], dtype=np.int64), _Digest(features)
+    if workers > 1:
+        parts = in_processes(_count, pieces, workers, _start, settings)
+    else:
+        parts = map(_Counter(*settings), pieces)
+    rows = sum(sum(directory.lengths) for directory in features)
+    done = supervised = 0
+    with stage("counting", rows, console) as progress:
+        for piece, part in zip(pieces, parts, strict=True):
+            total[part.ids] += part.found
+            digest.add(part.tokens, part.states)
+            done += piece.rows
+            supervised += int(part.found.sum())
+            progress.update(done, f"{supervised:,} supervised tokens")
+    return total, digest
+
+
+class _Counter:
+    """Counts pieces and digests what it counted."""
+
+    def __init__(self, vocab_size: int, usable: int, with_states: bool) -> None:
+        self.vocab_size, self.usable = vocab_size, usable
+        self.names = (*TOKEN_NAMES, _STATES) if with_states else TOKEN_NAMES
+
+    def __call__(self, piece: FeaturePiece) -> _Part:
+        self.tokens: list[bytes] = []
+        self.states: list[bytes] = []
+        counts = count_supervised_tokens(self._samples(piece), self.vocab_size, self.usable)
+        ids = np.nonzero(counts)[0]
+        return _Part(ids, counts[ids], self.tokens, b"".join(self.states))
+
+    def _samples(
+        self, piece: FeaturePiece
+    ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+        for ids, mask, *states in read_samples(piece, self.names):
             counted = ids.long().numpy(), mask.float().numpy()
-            digest.add("ids", counted[0].data)
-            digest.add("mask", counted[1].data)
+            token_digest = hashlib.sha256(counted[0].data)
+            token_digest.update(counted[1].data)
+            self.tokens.append(token_digest.digest())
             for tensor in states:
-                digest.add("states", f"{tensor.dtype}\0{list(tensor.shape)}\0".encode())
-                digest.add("states", _bytes(tensor.contiguous()))
+                state = hashlib.sha256(f"{tensor.dtype}\0{list(tensor.shape)}\0".encode())
+                state.update(_bytes(tensor.contiguous()))
+                self.states.append(state.digest())
             yield counted
-            done += len(ids)
-            progress.update(done)
-
-
-def _read(directory: FeatureDirectory, with_states: bool) -> Iterator[tuple[Tensor, ...]]:
-    """Ids and masks of a shard at a time; with the final states of a sample at a time."""
-    if not with_states:
-        yield from directory.iter_tokens()  # a file is opened once, not once for every sample
-        return
-    for i in range(len(directory)):
-        sample = directory.final_states(i)
-        yield sample["input_ids"], sample["loss_mask"], sample["target_last_hidden_states"]
 
 
 def _bytes(tensor: Tensor) -> memoryview:
@@ -143,15 +203,16 @@ def _bytes(tensor: Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _mass(
-    features: Sequence[FeatureDirectory], head_VH: Tensor, total: int, console: Console
-) -> NDArray[np.float64]:
-    mass, done = TeacherMass(head_VH), 0
-    with stage("teacher mass", total, console) as progress:
-        for directory in features:
-            for i in range(len(directory)):
-                sample = directory.final_states(i)
-                mass.add(sample["target_last_hidden_states"], sample["loss_mask"])
-                done += 1
-                progress.update(done)
-        return mass.total().numpy()
+# Of a worker process, made by `_start`.
+_counter: _Counter | None = None
+
+
+def _start(*settings: int) -> None:
+    global _counter
+    torch.set_num_threads(1)  # the processes share the cores
+    _counter = _Counter(*settings)  # type: ignore[arg-type]
+
+
+def _count(piece: FeaturePiece) -> _Part:
+    assert _counter is not None
+    return _counter(piece)

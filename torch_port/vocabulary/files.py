@@ -62,7 +62,7 @@ def load_map(path: Path) -> tuple[Tensor, Tensor, dict[str, str]]:
     """Read a map file: (t2d bool [V], d2t int64 [K], metadata).
 
     `.pt` files of the field hold the same two tensors and are read with weights_only=True.
-    Raises UserError for an unreadable file or a malformed map.
+    Raises UserError for an unreadable file, one of another kind (counts) or a malformed map.
     """
     metadata: dict[str, str] = {}
     try:
@@ -72,11 +72,13 @@ def load_map(path: Path) -> tuple[Tensor, Tensor, dict[str, str]]:
             with safe_open(path, "pt") as file:
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        t2d, d2t = tensors["t2d"], tensors["d2t"]
+        t2d, d2t = _buffers(path, tensors, metadata)
         if not (
             isinstance(t2d, Tensor) and isinstance(d2t, Tensor) and t2d.dim() == d2t.dim() == 1
         ):
             raise TypeError("t2d and d2t must be vectors")
+    except UserError:
+        raise
     except _UNREADABLE as error:
         first_line = str(error).split("\n", 1)[0]
         raise UserError(
@@ -91,3 +93,18 @@ def load_map(path: Path) -> tuple[Tensor, Tensor, dict[str, str]]:
                 "the file was changed by hand, build the map again"
             )
     return t2d, d2t, metadata
+
+
+def _buffers(path: Path, tensors: object, metadata: Mapping[str, str]) -> tuple[object, object]:
+    """Pick t2d and d2t out of what a file holds, and say what it is where it holds neither."""
+    if metadata.get("format", "").startswith("torch-port counts"):
+        raise UserError(
+            f"{path} holds token counts, not a vocabulary map; build one from it: torch-port vocab "
+            f"build {path} --size K --out map.safetensors"
+        )
+    if not isinstance(tensors, dict):
+        raise TypeError(f"it holds a {type(tensors).__name__}, not tensors by name")
+    missing = [name for name in ("t2d", "d2t") if name not in tensors]
+    if missing:
+        raise TypeError(f"it lacks {' and '.join(missing)}")
+    return tensors["t2d"], tensors["d2t"]

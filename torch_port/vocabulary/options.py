@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch_port.data.conversations import DataError
 from torch_port.errors import UserError
+from torch_port.vocabulary.parallel import check_workers
+
+if TYPE_CHECKING:
+    from torch_port.vocabulary.sweep import Ranking
 
 
 def whole_numbers(text: str, option: str) -> list[int]:
@@ -48,18 +54,26 @@ def resolve_vocab_size(vocab_size: int | None, target: Path | None) -> int:
     chosen = configured if vocab_size is None else vocab_size
     assert chosen is not None
     if chosen < 1:
-        raise UserError(f"--vocab-size is {chosen}, but a head has at least 1 row")
+        raise UserError(
+            f"--vocab-size is {chosen}, but a head has at least 1 row; give the vocab_size of the "
+            "target's config.json"
+        )
     return chosen
 
 
 def are_features(paths: list[Path]) -> bool:
     """Whether the corpus is feature directories (True) or JSONL files (False).
 
-    Raises UserError for a path that is neither, and for a mixture.
+    Raises UserError for a path that is neither, a directory of JSONL files, and a mixture.
     """
     for path in paths:
         if not path.exists():
             raise DataError(f"corpus {path}: no such file or directory; check the path")
+        if path.is_dir() and not (path / "index.json").exists() and _texts(path):
+            raise UserError(
+                f"corpus {path} is a directory of JSONL files, and only feature directories are "
+                f"read whole; give its files: {path}/*.jsonl"
+            )
     kinds = {path.is_dir() for path in paths}
     if len(kinds) != 1:
         raise UserError(
@@ -103,12 +117,49 @@ def check_count_options(
         raise UserError("--teacher-mass needs the target's head; give --target DIR")
 
 
+def resolve_workers(workers: int | None) -> int:
+    """Return how many processes count: all cores that this process may use, if not given."""
+    if workers is None:
+        return len(os.sched_getaffinity(0))
+    check_workers(workers)
+    return workers
+
+
+def check_first(first: int) -> None:
+    """Refuse to list fewer than one id."""
+    if first < 1:
+        raise UserError(
+            f"--first is {first}, but at least 1 id is listed; give 1 or more, or leave it out "
+            "for 12"
+        )
+
+
+def check_size(size: int, option: str, ranking: Ranking) -> int:
+    """Return K. Raises UserError, naming the option, for a K that no map of the ranking has."""
+    usable, pins = len(ranking.ids), ranking.pins
+    if size < 1:
+        raise UserError(
+            f"{option} is {size}, but a map keeps at least 1 id; give {max(pins, 1)} … {usable}"
+        )
+    if size < pins:
+        raise UserError(
+            f"{option} is {size}, but {pins} ids are pinned; give at least {pins}, or pin fewer "
+            "(--pin, --no-pin-special, --no-pin-bytes)"
+        )
+    if size > usable:
+        raise UserError(
+            f"{option} is {size}, but the tokenizer produces only {usable} ids; give at most "
+            f"{usable}"
+        )
+    return size
+
+
 def check_map_name(path: Path) -> None:
     """Refuse a name that would be read back as another kind of file."""
     if path.suffix != ".safetensors":
         raise UserError(
             f"--out {path}: maps are written as .safetensors, and a reader goes by the name; "
-            f"write --out {path.with_suffix('.safetensors').name}"
+            f"write --out {path.with_suffix('.safetensors')}"
         )
 
 
@@ -144,6 +195,11 @@ def read_svg(path: Path) -> None:
     with open(path, "rb") as stream:
         if not stream.read(4) == b"<svg":
             raise UserError(f"{path}: no SVG")
+
+
+def _texts(directory: Path) -> bool:
+    """Whether a directory holds JSONL files."""
+    return next(directory.glob("*.jsonl"), None) is not None
 
 
 def _configured_size(target: Path) -> int:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from torch_port.vocabulary.counts import TokenCounts
     from torch_port.vocabulary.sweep import SweepRow
 
+_SHARES = ("coverage", "heldout_coverage", "kept_mass")  # metadata of map files
+
 
 def print_counts(console: Console, counts: TokenCounts, cached: bool | None) -> None:
     """Print where counts come from and how many there are."""
@@ -92,6 +94,30 @@ def decoded(kept: list[int], path: Path, metadata: dict[str, str], first: int) -
         text = tokenizer.decode([kept[draft_id]], skip_special_tokens=False)
         table.add_row(f"{draft_id:,}", f"{kept[draft_id]:,}", Text(repr(text)))
     return table
+
+
+def map_fields(
+    kept: list[int], V: int, metadata: dict[str, str], first: int
+) -> list[tuple[str, str]]:
+    """Return what `show` says of a map, name by name."""
+    lines = [
+        ("V, the target's ids", f"{V:,}"),
+        ("K, kept", f"{len(kept):,} ({len(kept) / V:.1%})"),
+        ("first ids", ", ".join(map(str, kept[:first]))),
+        ("last id", str(kept[-1])),
+    ]
+    for name, value in sorted(metadata.items()):
+        if name not in ("vocab_size", "draft_vocab_size"):
+            lines.append((name, _share(value) if name in _SHARES else value))
+    return lines if metadata else [*lines, ("origin", "not recorded in this file")]
+
+
+def _share(value: str) -> str:
+    """A share of a map file as a percentage, or as it is where it is no number."""
+    try:
+        return f"{float(value):.2%}"
+    except ValueError:
+        return value
 
 
 def fields(console: Console, lines: list[tuple[str, str]]) -> None:

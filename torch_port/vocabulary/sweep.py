@@ -16,6 +16,7 @@ from torch_port.drawing.svg import Axis, Marker, Point, Series, line_chart
 from torch_port.drawing.text import fixed, percent_text
 from torch_port.errors import UserError
 from torch_port.vocabulary.counts import TokenCounts
+from torch_port.vocabulary.heldout import check_heldout
 from torch_port.vocabulary.selection import (
     coverage_curve,
     first_of,
@@ -54,6 +55,15 @@ class Ranking:
     def size_for(self, share: float) -> int:
         """Return the smallest K that covers a share: of tokens, or of mass where that ranks."""
         curve = self.train if self.rule == "count" or self.mass is None else self.mass
+        if not 0.0 < share <= 1.0:
+            raise UserError(
+                f"--coverage is {share}, but must lie above 0 and at most at 1; write 0.99 for 99%"
+            )
+        if curve[-1] < share:  # padding rows of the head hold mass
+            raise UserError(
+                f"--coverage is {share}, but all {len(curve)} ids of the tokenizer hold only "
+                f"{curve[-1]:.6f} of the teacher's mass; lower it"
+            )
         return size_for_coverage(curve, share, self.pins)
 
 
@@ -82,8 +92,15 @@ def rank(
     Arguments: `counts` of the training corpus; `rule`, count or mass; `pin`, ids to keep whatever
     they count, beside the special and the one-byte tokens; `heldout` counts, never ranked by.
     Raises UserError for an unknown rule, mass without mass, pins that are no ids, and held-out
-    counts of another tokenizer, another V or the same corpus.
+    counts that do not compare (`check_heldout`).
     """
+    outside = sorted({i for i in pin if not 0 <= i < counts.tokenizer_size})
+    if outside:
+        raise UserError(
+            f"--pin {','.join(map(str, outside))}: the tokenizer's ids are 0 … "
+            f"{counts.tokenizer_size - 1}; leave {'it' if len(outside) == 1 else 'them'} out, or "
+            "count with the tokenizer that has them"
+        )
     pins = pinned_ids(
         [
             *pin,
@@ -103,7 +120,7 @@ def rank(
     else:
         ids = rank_by_count(counts.counts, pins, counts.tokenizer_size)
     if heldout is not None:
-        _check_heldout(counts, heldout)
+        check_heldout(counts, heldout)
     return Ranking(
         ids=ids,
         pins=len(pins),
@@ -185,22 +202,3 @@ def coverage_chart(ranking: Ranking, chosen: int | None = None) -> str:
 def _thousands(value: float) -> str:
     """A tick's label, short enough for its neighbours."""
     return f"{value:g}" if value < 1000 else f"{value / 1000:g}k"
-
-
-def _check_heldout(counts: TokenCounts, heldout: TokenCounts) -> None:
-    if heldout.tokenizer_fingerprint != counts.tokenizer_fingerprint:
-        raise UserError(
-            f"--heldout was counted with another tokenizer ({heldout.tokenizer_fingerprint[:12]}, "
-            f"not {counts.tokenizer_fingerprint[:12]}), so its ids mean other tokens; count both "
-            "corpora with the target's tokenizer"
-        )
-    if len(heldout.counts) != len(counts.counts):
-        raise UserError(
-            f"--heldout was counted for vocab_size {len(heldout.counts)}, the training corpus for "
-            f"{len(counts.counts)}; count both with the target's"
-        )
-    if heldout.corpus_fingerprint == counts.corpus_fingerprint:
-        raise UserError(
-            "--heldout is the training corpus itself (equal fingerprints), so its coverage says "
-            "nothing about other text; give counts of conversations that were not counted"
-        )

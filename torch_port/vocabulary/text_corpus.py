@@ -7,35 +7,27 @@ corpus.
 
 from __future__ import annotations
 
+import hashlib
 import os
-import signal
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from itertools import islice
-from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from torch_port.data.conversations import (
-    CHAT_TEMPLATE,
-    Conversation,
-    DataError,
-    encode_conversation,
-    parse_conversation,
-)
+from torch_port.data.conversations import Conversation, DataError, parse_conversation
 from torch_port.data.fingerprints import corpus_fingerprint
 from torch_port.errors import UserError
 from torch_port.progress import stage
 from torch_port.vocabulary.counting import count_supervised_tokens
 from torch_port.vocabulary.counts import TokenCounts, cache_key, read_cache, write_cache
-from torch_port.vocabulary.tokens import TokenizerFacts, check_sizes, load_tokenizer
+from torch_port.vocabulary.parallel import check_workers, in_processes
+from torch_port.vocabulary.templates import ChatTemplate, encoder
+from torch_port.vocabulary.tokens import TokenizerFacts, check_sizes
 
-CHAT_TEMPLATES = {"chatml": CHAT_TEMPLATE}
 # Some seconds of work: short for a progress bar, long beside its overhead.
 PIECE_BYTES = 4 << 20
 _PIECES_EACH = 8  # at least so many for each process, that none waits long for the last one
@@ -43,18 +35,18 @@ _PIECES_EACH = 8  # at least so many for each process, that none waits long for 
 
 @dataclass(frozen=True)
 class TextCorpus:
-    """Conversations and what turns them into tokens; `chat_template` is a key of CHAT_TEMPLATES."""
+    """Conversations and what turns them into tokens."""
 
     files: tuple[Path, ...]
     tokenizer: TokenizerFacts
-    chat_template: str
+    chat_template: ChatTemplate
     max_length: int
 
     def check(self, vocab_size: int) -> None:
         """Refuse settings that would count something else than was meant.
 
-        Raises UserError for a file that is missing or given twice, an unknown chat template, a
-        maximum length below 2 and a tokenizer with more than V ids.
+        Raises UserError for a file that is missing or given twice, a maximum length below 2 and a
+        tokenizer with more than V ids.
         """
         for file in self.files:
             if not file.is_file():
@@ -65,12 +57,6 @@ class TextCorpus:
             raise UserError(
                 f"corpus: a file is given twice among {', '.join(map(str, self.files))}, and its "
                 "tokens would count twice; give every file once"
-            )
-        if self.chat_template not in CHAT_TEMPLATES:
-            raise UserError(
-                f"--chat-template is {self.chat_template!r}, but this version renders only "
-                f"{', '.join(CHAT_TEMPLATES)}; convert the conversations' tokens elsewhere and "
-                "count their feature directory, or use a model with that template"
             )
         if self.max_length < 2:
             raise UserError(
@@ -83,7 +69,17 @@ class TextCorpus:
         """Return the corpus fingerprint of contracts §1, names relative to the common folder."""
         root = Path(os.path.commonpath([file.resolve().parent for file in self.files]))
         files = [file.resolve() for file in self.files]
-        return corpus_fingerprint(root, files, CHAT_TEMPLATES[self.chat_template], self.max_length)
+        return corpus_fingerprint(root, files, self.chat_template.covered, self.max_length)
+
+    def contents(self) -> tuple[str, ...]:
+        """Return the sha256 of every file's content, whatever it is called; empty ones left out."""
+        found = []
+        for file in self.files:
+            if not file.stat().st_size:
+                continue  # all empty files are alike, and none is a text
+            with open(file, "rb") as stream:
+                found.append(hashlib.file_digest(stream, "sha256").hexdigest())
+        return tuple(found)
 
 
 def count_text(
@@ -106,8 +102,7 @@ def count_text(
     without a supervised token, a process that died.
     """
     corpus.check(vocab_size)
-    if workers < 1:
-        raise UserError(f"--workers is {workers}, but at least 1 process must count")
+    check_workers(workers)
     with stage("fingerprint", 1, console):
         fingerprint = corpus.fingerprint()
     key = cache_key(fingerprint, corpus.tokenizer.fingerprint, vocab_size, "")
@@ -118,6 +113,12 @@ def count_text(
         share = sum(file.stat().st_size for file in corpus.files) // (_PIECES_EACH * workers)
         piece_bytes = max(1 << 16, min(PIECE_BYTES, share))
     total, samples, truncated = _count_pieces(corpus, vocab_size, console, workers, piece_bytes)
+    if not samples:
+        raise UserError(
+            f"corpus {', '.join(map(str, corpus.files))}: no conversation in it, only "
+            f"{sum(file.stat().st_size for file in corpus.files)} bytes without a line of JSON; "
+            "check the path, or write the conversations again"
+        )
     if not total.any():
         raise UserError(
             "corpus: no supervised token; the conversations hold no assistant turn within "
@@ -131,7 +132,10 @@ def count_text(
         tokenizer_size=corpus.tokenizer.size,
         samples=samples,
         truncated=truncated,
-        source=f"conversations, {corpus.chat_template}, max_length {corpus.max_length}",
+        contents=corpus.contents(),
+        chat_template=corpus.chat_template.name,
+        template_fingerprint=corpus.chat_template.fingerprint,
+        max_length=corpus.max_length,
         corpus_fingerprint=fingerprint,
         tokenizer_fingerprint=corpus.tokenizer.fingerprint,
     )
@@ -162,11 +166,20 @@ def _count_pieces(
     corpus: TextCorpus, vocab_size: int, console: Console, workers: int, piece_bytes: int
 ) -> tuple[NDArray[np.int64], int, int]:
     pieces = _pieces(corpus.files, piece_bytes)
-    settings = (corpus.tokenizer.file, corpus.max_length, vocab_size, corpus.tokenizer.size)
+    settings = (
+        corpus.tokenizer.file,
+        corpus.chat_template,
+        corpus.max_length,
+        vocab_size,
+        corpus.tokenizer.size,
+    )
     workers = min(workers, len(pieces))
     total = np.zeros(vocab_size, dtype=np.int64)
     samples = truncated = supervised = 0
-    parts = _in_processes(pieces, workers, settings) if workers > 1 else _here(pieces, settings)
+    if workers > 1:
+        parts = in_processes(_count, pieces, workers, _start, settings)
+    else:
+        parts = map(_Counter(*settings), pieces)
     with stage("counting", len(pieces), console) as progress:
         for done, part in enumerate(parts, start=1):
             total[part.ids] += part.found
@@ -188,8 +201,10 @@ def _pieces(files: Sequence[Path], size: int) -> list[_Piece]:
 class _Counter:
     """Counts pieces with a tokenizer of its own."""
 
-    def __init__(self, tokenizer: Path, max_length: int, vocab_size: int, usable: int) -> None:
-        self.tokenizer = load_tokenizer(tokenizer)
+    def __init__(
+        self, tokenizer: Path, template: ChatTemplate, max_length: int, vocab_size: int, usable: int
+    ) -> None:
+        self.encode = encoder(template, tokenizer)
         self.max_length, self.vocab_size, self.usable = max_length, vocab_size, usable
         self.samples = self.truncated = 0
 
@@ -200,14 +215,18 @@ class _Counter:
         return _Part(ids, counts[ids], self.samples, self.truncated)
 
     def _samples(self, piece: _Piece) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
-        for conversation in _conversations(piece):
-            sample = encode_conversation(self.tokenizer, conversation, self.max_length)
+        for at, conversation in _conversations(piece):
+            try:
+                sample = self.encode(conversation, self.max_length)
+            except DataError as error:
+                raise DataError(f"{piece.file}:{_line_number(piece.file, at)}: {error}") from None
             self.samples += 1
             self.truncated += sample.truncated
             yield sample.input_ids, sample.loss_mask
 
 
-def _conversations(piece: _Piece) -> Iterator[Conversation]:
+def _conversations(piece: _Piece) -> Iterator[tuple[int, Conversation]]:
+    """Yield a piece's conversations with the byte at which their line begins."""
     try:
         with open(piece.file, "rb") as stream:
             if piece.start:  # the line that began before is the previous piece's
@@ -215,7 +234,7 @@ def _conversations(piece: _Piece) -> Iterator[Conversation]:
                 stream.readline()
             while (at := stream.tell()) < piece.end and (line := stream.readline()):
                 if line.strip():
-                    yield _parse(line, piece.file, at)
+                    yield at, _parse(line, piece.file, at)
     except OSError as error:
         raise DataError(
             f"{piece.file}: expected a readable JSONL file, found: {error.strerror}. "
@@ -241,45 +260,15 @@ def _line_number(file: Path, at: int) -> int:
     return number
 
 
-_Settings = tuple[Path, int, int, int]
-
-
-def _here(pieces: Sequence[_Piece], settings: _Settings) -> Iterator[_Part]:
-    yield from map(_Counter(*settings), pieces)
-
-
 # Of a worker process, made by `_start`.
 _counter: _Counter | None = None
 
 
-def _start(*settings: Path | int) -> None:
+def _start(*settings: Any) -> None:
     global _counter
-    # Ctrl-C reaches the whole group, and ends this process at once and without a traceback.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    _counter = _Counter(*settings)  # type: ignore[arg-type]
+    _counter = _Counter(*settings)
 
 
 def _count(piece: _Piece) -> _Part:
     assert _counter is not None
     return _counter(piece)
-
-
-def _in_processes(pieces: Sequence[_Piece], workers: int, settings: _Settings) -> Iterator[_Part]:
-    """Yield the parts as they come; two pieces per process are under way, not the whole list."""
-    # Spawned, not forked: a fork would copy the locks of whatever threads there are.
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start, settings)
-    waiting = iter(pieces)
-    try:
-        running = {pool.submit(_count, piece) for piece in islice(waiting, 2 * workers)}
-        while running:
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
-                yield future.result()
-            running |= {pool.submit(_count, piece) for piece in islice(waiting, len(done))}
-    except BrokenProcessPool:
-        raise UserError(
-            f"a counting process ended without an answer (out of memory?); --workers is {workers}, "
-            "lower it"
-        ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
