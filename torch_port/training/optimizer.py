@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from torch_port.device import fused_adamw
+from torch_port.errors import UserError
 from torch_port.training.guard import SpikeGuard
 from torch_port.training.optimizer_config import OptimizerConfig
 
@@ -115,6 +116,50 @@ class MasterAdamW:
             for name, master in zip(self.names, self.masters, strict=True)
             if master in state
         }
+
+    @property
+    def updates(self) -> int:
+        """How many updates were made, which a skipped step is not: the bias correction's count.
+
+        Raises UserError when parameters differ in it: one number could not restore them.
+        """
+        counts = {int(state["step"]) for state in self._adamw.state.values()}
+        if len(counts) > 1:
+            raise UserError(
+                f"parameters have had {sorted(counts)} updates: some had no gradient in some "
+                "steps, and a checkpoint holds one count for all; freeze them (requires_grad_)"
+            )
+        return counts.pop() if counts else 0
+
+    @torch.no_grad()
+    def restore(self, tensors: Mapping[str, Tensor], updates: int) -> None:
+        """Take over masters and moments of a checkpoint, bit for bit; call before the first step.
+
+        Arguments: `optimizer.{masters,exp_avg,exp_avg_sq}.<parameter>`; how many updates were made.
+        Raises UserError, changing nothing, when a tensor is missing or of another dtype or shape.
+        """
+        wanted: dict[str, Tensor] = {}
+        for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
+            parts = ("exp_avg", "exp_avg_sq") if updates else ()
+            if parameter is not master:
+                parts = ("masters", *parts)
+            wanted |= {f"optimizer.{part}.{name}": master for part in parts}
+        for name, master in wanted.items():
+            given = tensors.get(name)
+            if given is None or (given.dtype, given.shape) != (master.dtype, master.shape):
+                found = "nothing" if given is None else f"{given.dtype} {list(given.shape)}"
+                raise UserError(
+                    f"{name}: expected {master.dtype} {list(master.shape)}, found {found}; the "
+                    "checkpoint is of another draft or precision"
+                )
+        for name, master in zip(self.names, self.masters, strict=True):
+            if f"optimizer.masters.{name}" in wanted:
+                master.copy_(tensors[f"optimizer.masters.{name}"])
+            if updates:
+                first, second = (
+                    tensors[f"optimizer.{p}.{name}"] for p in ("exp_avg", "exp_avg_sq")
+                )
+                self._adamw.restore(master, first, second, updates)
 
     def _pairs(self) -> list[tuple[nn.Parameter, Tensor]]:
         return list(zip(self.parameters, self.masters, strict=True))

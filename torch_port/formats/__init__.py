@@ -1,0 +1,1 @@
+"""Draft checkpoints in the field's formats: reading, checking, converting, showing."""

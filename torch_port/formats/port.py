@@ -1,0 +1,252 @@
+"""The `port` format: a training checkpoint of torch.distributed.checkpoint, with run.json.
+
+The tensors lie in the safetensors storage of torch.distributed.checkpoint
+(`HuggingFaceStorageWriter/Reader`; its default storage unpickles metadata), whole or in one shard
+per rank; run.json holds all that is no tensor. A checkpoint without training state is one with
+`training` null: the draft alone.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from torch_port.errors import UserError
+from torch_port.formats.checkpoint import (
+    EMBEDDING,
+    HEAD,
+    Checkpoint,
+    split_weights,
+)
+from torch_port.formats.config_files import hf_config, read_config
+from torch_port.formats.weights import (
+    DTYPE_NAMES,
+    TensorRef,
+    Weights,
+    header_digest,
+    read_json,
+    read_weights,
+    tensor_ref,
+)
+
+RUN_FILE = "run.json"
+VERSION = 1
+OPTIMIZER_PARTS = ("masters", "exp_avg", "exp_avg_sq")  # optimizer.<part>.<parameter>
+_PREFIX = "optimizer."
+_RECORD = {"format", "version", "algorithm", "draft", "verifier", "headers", "training"}
+_TRAINING = {
+    "step",  # optimizer steps, skipped ones too
+    "updates",  # AdamW's own count: skipped steps do not raise it
+    "guard",  # {"log_sum", "seen"} of the spike guard
+    "objective",
+    "optimizer",
+    "num_anchors",
+    "target",  # {"fingerprint", "config"}
+    "resume",  # what training.resume.record gives
+    "rng",  # by rank
+    "data",  # the loader's position
+}
+
+
+def read_port(directory: Path) -> Checkpoint:
+    """Read a port checkpoint; tensors stay on disk until they are asked for.
+
+    Raises UserError for a damaged or unknown record and for everything that `split_weights` finds.
+    """
+    where = str(directory)
+    record = read_json(directory / RUN_FILE)
+    if record.get("format") != "port" or record.get("version") != VERSION:
+        raise UserError(
+            f"{directory / RUN_FILE}: format {record.get('format')!r} version "
+            f"{record.get('version')!r}; this version reads 'port' version {VERSION}"
+        )
+    _refuse_unknown(directory, record, _RECORD)
+    draft = record.get("draft")
+    if not isinstance(draft, dict):
+        raise UserError(f"{directory / RUN_FILE}: draft must be an object, not {draft!r}")
+    algorithm, config, neutral, notes = read_config(draft, str(directory / RUN_FILE))
+    if record.get("algorithm") != algorithm:
+        raise UserError(
+            f"{directory / RUN_FILE}: algorithm is {record.get('algorithm')!r}, but the draft is "
+            f"a {algorithm} one"
+        )
+    _check_headers(directory, record.get("headers"))
+    training = record.get("training")
+    if training is not None:
+        _refuse_unknown(directory, training, _TRAINING, complete=True)
+    tensors = read_storage(directory)
+    optimizer = {n: tensors.pop(n) for n in list(tensors) if n.startswith(_PREFIX)}
+    own, head, embedding = split_weights(tensors, algorithm, config, where)
+    check_optimizer(optimizer, own, training, where)
+    return Checkpoint(
+        format="port",
+        algorithm=algorithm,
+        config=config,
+        weights=own,
+        head=head,
+        embedding=embedding,
+        neutral=neutral,
+        verifier=record.get("verifier"),
+        training=training,
+        optimizer=optimizer,
+        notes=tuple(notes),
+    )
+
+
+def _check_headers(directory: Path, recorded: Any) -> None:
+    """Refuse tensor files that are not the ones, or whose headers are not those, of the writing."""
+    found = sorted(path.name for path in directory.glob("*.safetensors"))
+    if not isinstance(recorded, dict) or sorted(recorded) != found:
+        named = sorted(recorded) if isinstance(recorded, dict) else recorded
+        raise UserError(
+            f"{directory}: {RUN_FILE} names the files {named}, found are {found}; copy the "
+            "checkpoint again"
+        )
+    for name, digest in recorded.items():
+        if header_digest(directory / name) != digest:
+            raise UserError(
+                f"{directory / name}: its header was changed after it was written, or it is of "
+                "another checkpoint; copy the checkpoint again"
+            )
+
+
+def write_record(directory: Path, checkpoint: Checkpoint) -> None:
+    """Write run.json beside the tensor files of a port checkpoint, which are there already."""
+    headers = {p.name: header_digest(p) for p in sorted(directory.glob("*.safetensors"))}
+    content = port_record(checkpoint) | {"headers": headers}
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    (directory / RUN_FILE).write_text(text, encoding="utf-8")
+
+
+def port_record(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return run.json's content for a checkpoint, without the digests of its files."""
+    return {
+        "format": "port",
+        "version": VERSION,
+        "algorithm": checkpoint.algorithm,
+        "draft": hf_config(checkpoint.config, checkpoint.neutral),
+        "verifier": checkpoint.verifier,
+        "training": checkpoint.training,
+    }
+
+
+def port_tensors(checkpoint: Checkpoint) -> Weights:
+    """Return all tensors of a port checkpoint, by name."""
+    borrowed = {HEAD: checkpoint.head, EMBEDDING: checkpoint.embedding}
+    present = {name: ref for name, ref in borrowed.items() if ref is not None}
+    return checkpoint.weights | present | checkpoint.optimizer
+
+
+def read_storage(directory: Path) -> Weights:
+    """Find the tensors of a torch.distributed.checkpoint in safetensors storage.
+
+    A tensor that ranks saved in parts is put together when it is asked for.
+    """
+    if (directory / "model.safetensors").is_file():
+        return read_weights(directory)
+    try:
+        metadata = HuggingFaceStorageReader(str(directory)).read_metadata()
+    except Exception as error:  # noqa: BLE001 (its own errors are of any class)
+        raise UserError(
+            f"{directory}: no torch.distributed.checkpoint can be read ({error}); copy it again"
+        ) from None
+    weights: Weights = {}
+    for name, stored in metadata.state_dict_metadata.items():
+        if not isinstance(stored, TensorStorageMetadata):
+            raise UserError(f"{directory}: {name} is no tensor")
+        dtype = stored.properties.dtype
+        if dtype not in DTYPE_NAMES:
+            raise UserError(f"{directory}: {name} is of dtype {dtype}, which no draft has")
+        weights[name] = TensorRef(
+            DTYPE_NAMES[dtype],
+            tuple(stored.size),
+            _loader(directory, name, dtype, tuple(stored.size)),
+            f"{directory}: {name}",
+        )
+    if not weights:
+        raise UserError(f"{directory}: holds no tensors; copy the checkpoint again")
+    return weights
+
+
+def _loader(
+    directory: Path, name: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> Callable[[], Tensor]:
+    def whole() -> Tensor:
+        state = {name: torch.empty(shape, dtype=dtype)}
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # "assuming a single process": it is
+                load(state, storage_reader=HuggingFaceStorageReader(str(directory)), no_dist=True)
+        except Exception as error:  # noqa: BLE001 (its own errors are of any class)
+            raise UserError(
+                f"{directory}: {name} cannot be read ({error}); copy it again"
+            ) from None
+        return state[name]
+
+    return whole
+
+
+def check_optimizer(
+    optimizer: Weights, own: Weights, training: Mapping[str, Any] | None, where: str
+) -> None:
+    """Check that optimizer tensors and weights belong together.
+
+    Raises UserError for moments of unknown parameters, of other shapes, or missing for some.
+    """
+    if training is None:
+        if optimizer:
+            raise UserError(f"{where}: optimizer tensors, but run.json has no training state")
+        return
+    parameters = [name for name in own if name not in ("t2d", "d2t")]
+    own_masters = own[parameters[0]].dtype in ("F32", "F64")
+    parts = OPTIMIZER_PARTS[1 if own_masters else 0 :]
+    wanted = {f"{_PREFIX}{part}.{name}": own[name] for part in parts for name in parameters}
+    head = f"{_PREFIX}exp_avg.{HEAD}" in optimizer and HEAD not in own
+    problems = [f"{name}: missing" for name in wanted if name not in optimizer]
+    for name, ref in optimizer.items():
+        if name not in wanted and not (head and name.endswith(HEAD)):
+            problems.append(f"{name}: no such state")
+        elif name in wanted and ref.shape != wanted[name].shape:
+            problems.append(f"{name}: shape {list(ref.shape)}, not {list(wanted[name].shape)}")
+        elif ref.dtype not in ("F32", "F64"):
+            problems.append(f"{name}: dtype {ref.dtype}; moments and masters are float32")
+    if training["updates"] == 0 and not any("exp_avg" in name for name in optimizer):
+        problems = [text for text in problems if "exp_avg" not in text]  # before the first step
+    if problems:
+        raise UserError(f"{where}: " + "; ".join(problems[:8]))
+
+
+def _refuse_unknown(directory: Path, given: Any, known: set[str], complete: bool = False) -> None:
+    if not isinstance(given, dict):
+        raise UserError(f"{directory / RUN_FILE}: expected an object, found {given!r}")
+    unknown, missing = sorted(set(given) - known), sorted(known - set(given))
+    if unknown or (complete and missing):
+        what = f"unknown fields {unknown}" if unknown else f"no {missing}"
+        raise UserError(f"{directory / RUN_FILE}: {what}; written by another version?")
+
+
+def memory_checkpoint(
+    algorithm: str, config: Any, tensors: Mapping[str, Tensor], **rest: Any
+) -> Checkpoint:
+    """Describe a draft that is in memory: `tensors` by the names of contracts §4."""
+    refs = {name: tensor_ref(tensor.detach().cpu(), name) for name, tensor in tensors.items()}
+    optimizer = {n: refs.pop(n) for n in list(refs) if n.startswith(_PREFIX)}
+    own, head, embedding = split_weights(refs, algorithm, config, "the draft in memory")
+    return Checkpoint(
+        format="memory",
+        algorithm=algorithm,
+        config=config,
+        weights=own,
+        head=head,
+        embedding=embedding,
+        optimizer=optimizer,
+        **rest,
+    )

@@ -1,0 +1,154 @@
+"""A run's training state as tensors and a record, to a `port` checkpoint and back (contracts §3).
+
+One process; the tensors are whole. The record holds all that is no tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+
+from torch_port.config import Settings
+from torch_port.data.atomic import atomic_directory
+from torch_port.errors import UserError
+from torch_port.formats.port import memory_checkpoint, read_port, write_record
+from torch_port.models.block_draft import FrozenTarget
+from torch_port.models.registry import find_algorithm
+from torch_port.training.optimizer import MasterAdamW
+from torch_port.training.resume import check_resume, record, run_values, target_fingerprint
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a run's numbers depend on besides its draft and optimizer.
+
+    `target_config`: the target's parsed config.json. `num_anchors`: N of the run's draws, or None.
+    `rng` and `data`: random states by rank, and the loader's position, as JSON values.
+    """
+
+    algorithm: str
+    objective: Settings
+    target: FrozenTarget
+    target_config: Mapping[str, Any]
+    num_anchors: int | None = None
+    rng: dict[str, Any] | None = None
+    data: dict[str, Any] | None = None
+
+
+def training_record(
+    draft: Any, optimizer: MasterAdamW, step: int, facts: RunFacts
+) -> dict[str, Any]:
+    """Return run.json's `training` entry after `step` steps."""
+    fingerprint = target_fingerprint(
+        facts.target.embed_tokens, facts.target.lm_head, facts.target_config
+    )
+    values = run_values(
+        find_algorithm(facts.algorithm),
+        draft.config,
+        facts.objective,
+        fingerprint,
+        "lm_head.weight" in optimizer.names and facts.algorithm != "eagle3",
+    )
+    guard = optimizer.guard
+    content = {
+        "step": step,
+        "updates": optimizer.updates,
+        "guard": {"log_sum": guard.log_sum, "seen": guard.seen},
+        "objective": facts.objective.model_dump(mode="json"),
+        "optimizer": optimizer.config.model_dump(mode="json"),
+        "num_anchors": facts.num_anchors,
+        "target": {"fingerprint": fingerprint, "config": dict(facts.target_config)},
+        "resume": record(values),
+        "rng": facts.rng,
+        "data": facts.data,
+    }
+    result: dict[str, Any] = json.loads(json.dumps(content))
+    return result
+
+
+def training_tensors(draft: nn.Module, optimizer: MasterAdamW) -> dict[str, Tensor]:
+    """Return weights, vocabulary buffers, masters and moments by their names in a checkpoint."""
+    tensors = {n: t for n, t in draft.state_dict().items() if isinstance(t, Tensor)}
+    for name, parameter, master in zip(
+        optimizer.names, optimizer.parameters, optimizer.masters, strict=True
+    ):
+        if parameter is not master:
+            tensors[f"optimizer.masters.{name}"] = master
+    for name, (first, second) in optimizer.moments().items():
+        tensors[f"optimizer.exp_avg.{name}"] = first
+        tensors[f"optimizer.exp_avg_sq.{name}"] = second
+    return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def save_training(
+    directory: Path, draft: nn.Module, optimizer: MasterAdamW, step: int, facts: RunFacts
+) -> None:
+    """Write a checkpoint; it appears complete or not at all.
+
+    Raises UserError before a vocabulary map is installed; FileExistsError when the directory is
+    there.
+    """
+    tensors = {name: tensor.cpu() for name, tensor in training_tensors(draft, optimizer).items()}
+    described = memory_checkpoint(
+        facts.algorithm,
+        draft.config,
+        tensors,
+        training=training_record(draft, optimizer, step, facts),
+    )
+    with atomic_directory(directory) as place:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # "assuming a single process": it is one
+            dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(str(place)), no_dist=True)
+        write_record(place, described)
+
+
+def load_training(
+    directory: Path, draft: nn.Module, optimizer: MasterAdamW, facts: RunFacts
+) -> tuple[int, dict[str, Any]]:
+    """Continue a checkpoint: fill draft and optimizer, bit for bit as they were saved.
+
+    Returns (the steps that were taken, run.json's `training` entry).
+    Raises UserError when the checkpoint holds no training state, another run's, or another map;
+    nothing is changed then.
+    """
+    checkpoint = read_port(directory)
+    saved = checkpoint.training
+    if saved is None:
+        raise UserError(
+            f"{directory}: holds a draft without training state; start a run from it (init_from)"
+        )
+    current = training_record(draft, optimizer, saved["step"], facts)
+    check_resume(saved["resume"], current["resume"])
+    if saved["optimizer"] != current["optimizer"]:
+        changed = {k for k, v in saved["optimizer"].items() if current["optimizer"].get(k) != v}
+        raise UserError(
+            f"this run does not continue the checkpoint: optimizer.{sorted(changed)[0]} is "
+            f"{saved['optimizer'][sorted(changed)[0]]!r} there and "
+            f"{current['optimizer'].get(sorted(changed)[0])!r} here; set it back"
+        )
+    weights = {name: ref.load() for name, ref in checkpoint.weights.items()}
+    for name, ref in (("lm_head.weight", checkpoint.head), ("embed_tokens.weight", None)):
+        if ref is not None and name in draft.state_dict():
+            weights[name] = ref.load()
+    if checkpoint.embedding is not None and "embed_tokens.weight" in draft.state_dict():
+        weights["embed_tokens.weight"] = checkpoint.embedding.load()
+    dtypes = {n: (w.dtype, draft.state_dict()[n].dtype) for n, w in weights.items()}
+    wrong = [n for n, (there, here) in dtypes.items() if there != here]
+    if wrong:
+        there, here = dtypes[wrong[0]]
+        raise UserError(f"{wrong[0]} is {there} in the checkpoint and {here} in this run")
+    draft.load_state_dict(weights)
+    optimizer.restore(
+        {name: ref.load() for name, ref in checkpoint.optimizer.items()}, saved["updates"]
+    )
+    guard = saved["guard"]
+    optimizer.guard.log_sum, optimizer.guard.seen = guard["log_sum"], guard["seen"]
+    return saved["step"], saved
