@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from parity.cases import Array, Case, as_dtype
-from parity.sides import Answer, port_draft, spec_draft
+from parity.compare import Comparison, compare_answers
+from parity.sides import Answer, port_draft, run_port, run_spec, spec_draft
 
 
 def spec_decoding(case: Case, dtype: str) -> Answer:
@@ -85,3 +86,32 @@ def _answer(tokens: Array, rounds: Array) -> Answer:
         metrics={"accepted": (np.asarray(accepted.sum() * 1.0), np.asarray(proposed.sum() * 1.0))},
         tensors={"tokens": tokens, "rounds": rounds},
     )
+
+
+def compare_decoding(case: Case, dtype: str) -> Comparison:
+    """Compare the port's decoding of one case with the spec's: the numbers must be equal.
+
+    Given the same uniforms, tokens (corrections and bonus tokens among them) and each round's
+    proposed, accepted and committed counts are whole numbers: nothing is within a tolerance. In
+    float64 the two would have to differ by rounding, about 1e-15, at a uniform within that of a
+    boundary.
+
+    Both refusing is agreement: `refusal` holds the port's words. What one side alone refuses, or
+    breaks off at, is a problem.
+    """
+    port, spec = run_port(case, dtype, port_decoding), run_spec(case, dtype, spec_decoding)
+    if port.failure == spec.failure == "refused":
+        return Comparison(refusal=port.error)
+    for side, answer in (("port", port), ("spec", spec)):
+        if answer.error is not None:
+            return Comparison(problem=f"{side} {answer.failure}: {answer.error}")
+    result = compare_answers(port, spec)
+    if not result.passes(0):
+        result.problem = (
+            f"port {_told(port)}; spec {_told(spec)}; rounds are [proposed, accepted, committed]"
+        )
+    return result
+
+
+def _told(answer: Answer) -> str:
+    return f"{answer.tensors['tokens'].tolist()} in {answer.tensors['rounds'].tolist()}"
