@@ -146,7 +146,7 @@ def speculators_config(
         "aux_hidden_state_layer_ids": [layer + 1 for layer in config.target_layer_ids],
         "num_target_layers": config.num_target_layers,  # the schema has no place; extras are kept
         "sample_from_anchor": _TYPES[kind],
-        "sliding_window_non_causal": SLIDING in config.layer_types,
+        "sliding_window_non_causal": False,
         "tie_word_embeddings": False,
     }
     return dict(sorted((content | heads).items()))
@@ -198,12 +198,12 @@ def _take_backbone(values: dict[str, Any], notes: list[str]) -> dict[str, Any]:
 
 
 def _check_sliding(backbone: Mapping[str, Any], values: dict[str, Any]) -> None:
-    """Slots of a block see each other in our sliding layers, as in full ones."""
+    """A slot of a sliding layer sees its own block's earlier slots alone (spec sheet §4)."""
     non_causal = values.pop("sliding_window_non_causal", False)
-    if SLIDING in (backbone.get("layer_types") or []) and non_causal is not True:
+    if SLIDING in (backbone.get("layer_types") or []) and non_causal is not False:
         raise UserError(
-            "sliding_window_non_causal is not true: sliding layers that hide later slots of a "
-            "block are not built"
+            "sliding_window_non_causal is true: sliding layers whose slots see later slots of "
+            "their block are not built"
         )
 
 
