@@ -157,26 +157,41 @@ def resolve(values: Mapping[str, Any]) -> RunConfig:
         try:
             built[name] = _section(name, kind, values.get(name), places)
         except SettingsError as error:
-            foreign = _of_other_objectives(algorithm) if name == "objective" else {}
-            problems += [foreign.get("".join(p.names[:1]), p) for p in error.problems]
+            found = error.problems
+            problems += _with_owners(algorithm, found) if name == "objective" else found
     if problems:
         raise SettingsError(problems)
     return RunConfig(algorithm=algorithm.name, **built)
 
 
-def _of_other_objectives(algorithm: Algorithm) -> dict[str, Problem]:
-    """Return, by dotted name, what to say of the objective settings that only others have."""
+def _with_owners(algorithm: Algorithm, problems: Sequence[Problem]) -> list[Problem]:
+    """Say of objective settings that only other families have whose they are, all of one at once.
+
+    Such a problem is the algorithm's as much as the setting's: either may be the one to change.
+    """
     own = algorithm.objective_class().model_fields
-    owners: dict[str, list[str]] = {}
+    owners: dict[str, tuple[str, ...]] = {}
     for other in ALGORITHMS.values():
-        for field in other.objective_class().model_fields:
-            if field not in own:
-                owners.setdefault(f"objective.{field}", []).append(repr(other.name))
-    has = f"algorithm {algorithm.name!r} has {', '.join(own)}"
-    return {
-        name: Problem((name,), f"{name} is of algorithm {' and '.join(names)}; {has}")
-        for name, names in owners.items()
-    }
+        for field in other.objective_class().model_fields.keys() - own.keys():
+            name = f"objective.{field}"
+            owners[name] = (*owners.get(name, ()), repr(other.name))
+    told: list[Problem] = []
+    foreign: dict[tuple[str, ...], list[str]] = {}
+    for problem in problems:
+        name = "".join(problem.names[:1])
+        if name in owners:
+            foreign.setdefault(owners[name], []).append(name)
+        else:
+            told.append(problem)
+    for families, names in foreign.items():
+        is_, them = ("is", "it") if len(names) == 1 else ("are", "them")
+        text = (
+            f"{', '.join(names)} {is_} of algorithm {' and '.join(families)}; algorithm "
+            f"{algorithm.name!r} has {', '.join(own)}: remove {them}, or set algorithm to "
+            f"{' or '.join(families)}"
+        )
+        told.append(Problem((*names, "algorithm"), text))
+    return told
 
 
 def _section(

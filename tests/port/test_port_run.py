@@ -126,6 +126,15 @@ def test_each_problem_names_where_it_is_from(tmp_path: Path) -> None:
         f"optimizer.peak_rate to a number above 0; {tmp_path / 'run.yaml'}: optimizer.warmup_steps "
         "is 'none'; set optimizer.warmup_steps to a whole number of at least 0"
     )
+    own = RUN + "objective: {ce_alpha: 0.1, l1_alpha: 0.9, loss_decay_gamma: 4.0}\n"
+    with pytest.raises(UserError) as caught:  # the file is right for its own algorithm
+        load(tmp_path, own, "algorithm=eagle3")
+    assert str(caught.value) == (
+        "override 'algorithm=eagle3': objective.ce_alpha, objective.l1_alpha are of algorithm "
+        "'dspark'; algorithm 'eagle3' has steps, step_decay: remove them, or set algorithm to "
+        "'dspark'; objective.loss_decay_gamma is of algorithm 'dspark' and 'dflash'; algorithm "
+        "'eagle3' has steps, step_decay: remove it, or set algorithm to 'dspark' or 'dflash'"
+    )
     with pytest.raises(UserError, match=r"^/.*run\.yaml: foo is no setting"):
         load(tmp_path, RUN + "foo: {a: 1}\n", "foo.b=1")
 
