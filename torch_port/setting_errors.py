@@ -83,8 +83,10 @@ def problems_of(error: ValidationError, kind: type[BaseModel], section: str = ""
 
 def shown(value: Any) -> str:
     """Return a value as a run file would have it, cut to a readable length."""
-    words = {True: "true", False: "false"} if isinstance(value, bool) else {}
-    text = "null" if value is None else words.get(value) or repr(_lists(value))
+    if value is None or isinstance(value, bool):
+        text = {None: "null", True: "true", False: "false"}[value]
+    else:
+        text = repr(_lists(value))
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
 
 

@@ -94,6 +94,8 @@ def test_objective_is_the_algorithms_own(tmp_path: Path) -> None:
         ("vocabulary.map=''", r"vocabulary\.map is ''; .* a non-empty text or null"),
         ("vocabulary.map=7", r"vocabulary\.map is 7; set"),
         ("data.producer=both", r"data\.producer is 'both'; .* to 'files', 'inline' or 'separate'"),
+        ("optimizer.total_steps=[]", r"total_steps is \[\]; set .* to a whole number of at least"),
+        ("optimizer.eps=[[1], 2]", r"optimizer\.eps is \[\[1\], 2\]; set"),
         ("optimizer.peak_rate=.nan", r"peak_rate is nan; "),
         ("optimizer.eps=.inf", r"optimizer\.eps is inf; .* it must be finite"),
         ("optimizer=1", "name one setting of a section"),
