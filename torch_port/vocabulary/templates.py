@@ -68,8 +68,9 @@ def resolve_template(value: str, tokenizer_json: Path) -> ChatTemplate:
     if value == CHATML.name:
         return CHATML
     if value == "tokenizer":
-        text = _own_template(tokenizer_json)
-        return ChatTemplate(value, text, jinja=True, variables=_variables(tokenizer_json))
+        loaded = _transformers(tokenizer_json)
+        text = _own_template(loaded, tokenizer_json)
+        return ChatTemplate(value, text, jinja=True, variables=_variables(loaded))
     path = Path(value)
     if not path.is_file():
         raise UserError(
@@ -80,7 +81,8 @@ def resolve_template(value: str, tokenizer_json: Path) -> ChatTemplate:
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is no UTF-8 text"
         raise UserError(f"--chat-template {value} cannot be read ({why}); {_REMEDY}") from None
-    return ChatTemplate(path.name, text, jinja=True, variables=_variables(tokenizer_json))
+    variables = _variables(_transformers(tokenizer_json))
+    return ChatTemplate(path.name, text, jinja=True, variables=variables)
 
 
 def encoder(template: ChatTemplate, tokenizer_json: Path) -> Encode:
@@ -100,9 +102,13 @@ class _JinjaEncoder:
     """
 
     def __init__(self, template: ChatTemplate, tokenizer_json: Path) -> None:
+        from transformers import PreTrainedTokenizerFast
+
         self._template = template
         self._tokenizer = load_tokenizer(tokenizer_json)
-        self._renderer = _transformers(tokenizer_json)
+        self._renderer = PreTrainedTokenizerFast(tokenizer_object=self._tokenizer)
+        # Those of the fingerprint, not what lies beside the tokenizer by now.
+        self._variables = json.loads(template.variables)
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {i for i, token in added.items() if token.special}
 
@@ -135,10 +141,10 @@ class _JinjaEncoder:
             before = after[: found + len(prompt)] if found >= 0 else ""
         if not (before and after.startswith(before) and text.startswith(after)):
             raise DataError(
-                f"--chat-template {self._template.name}: turn {turn + 1} (assistant) is rendered "
-                "otherwise alone than within the conversation, so its tokens cannot be told apart; "
-                "use a template whose earlier turns do not change with later ones, or capture "
-                "features with their loss masks, and count those"
+                f"--chat-template {self._template.name}: the conversation up to turn {turn + 1} "
+                "(assistant) is rendered otherwise than within the whole, so the turn's tokens "
+                "cannot be told apart; use a template whose earlier turns do not change with later "
+                "ones, or capture features with their loss masks, and count those"
             )
         return len(before), len(after)
 
@@ -160,6 +166,7 @@ class _JinjaEncoder:
                 chat_template=self._template.text,
                 tokenize=False,
                 add_generation_prompt=prompt,
+                **self._variables,
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
             first_line = str(error).split("\n", 1)[0]
@@ -170,9 +177,9 @@ class _JinjaEncoder:
         return text
 
 
-def _own_template(tokenizer_json: Path) -> str:
+def _own_template(loaded: Any, tokenizer_json: Path) -> str:
     try:
-        text: str = _transformers(tokenizer_json).get_chat_template()
+        text: str = loaded.get_chat_template()
     except ValueError:
         raise UserError(
             "--chat-template is tokenizer, but neither chat_template.jinja nor "
@@ -182,8 +189,8 @@ def _own_template(tokenizer_json: Path) -> str:
     return text
 
 
-def _variables(tokenizer_json: Path) -> str:
-    return json.dumps(_transformers(tokenizer_json).special_tokens_map, sort_keys=True)
+def _variables(loaded: Any) -> str:
+    return json.dumps(loaded.special_tokens_map, sort_keys=True)
 
 
 def _transformers(tokenizer_json: Path) -> Any:
