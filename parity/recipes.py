@@ -152,6 +152,8 @@ RECIPES: tuple[Recipe, ...] = (
         eagle3={"steps": 1},
     ),
     Recipe("training-pruned", steps=6),
+    Recipe("training-dflash", layout="dflash", objective={"loss_decay_gamma": 4.0}, steps=6),
+    Recipe("training-dpace", layout="dflash", objective={"dpace": "both"}, steps=6),
     Recipe("decoding-pruned", decoding={"temperature": 0.8}),
     Recipe("decoding-greedy", decoding={"temperature": 0.0}, agreement=1.0),
     Recipe(

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from parity.cases import Array, Case
+from parity.cases import Array, Case, as_dtype
+from parity.checks.eagle3 import port_eagle3_draft
 from parity.compare import relative_error
-from parity.names import to_torch
+from parity.names import BUFFERS, EAGLE3_TABLE, TABLE, to_flax, to_torch
 from parity.sides import (
     Answer,
     port_batch,
@@ -28,6 +29,12 @@ from parity.sides import (
 # a sum over all of them, still follows.
 LOSS_TOLERANCE = {"float64": 1e-10, "float32": 1e-4}
 PARAMETER_TOLERANCE = {"float64": 1e-8, "float32": 1e-1}
+
+# EAGLE3 has no anchors; the port's batch has a place for them.
+_WITHOUT_ANCHORS = {
+    "anchor_positions": np.zeros((1, 1), np.int64),
+    "block_keep_mask": np.zeros((1, 1), bool),
+}
 
 
 @dataclass(frozen=True)
@@ -99,13 +106,20 @@ def step_batches(case: Case) -> list[dict[str, Array]]:
 def _port_run(
     case: Case, batches: list[dict[str, Array]], dtype: str
 ) -> Iterator[tuple[float, dict[str, Array]]]:
+    from torch_port.config_eagle3 import Eagle3Objective
     from torch_port.training.optimizer import MasterAdamW, OptimizerConfig
     from torch_port.training.step import training_step
 
     numbers = dict(case.extra["optimizer"])
     betas = (numbers.pop("beta1"), numbers.pop("beta2"))
-    draft, target = port_draft(case, dtype)
-    objective = port_objective(case, draft)
+    objective: Any
+    if "eagle3" in case.extra:
+        draft, target = port_eagle3_draft(case, dtype)
+        objective = Eagle3Objective(**case.extra["eagle3"], **case.objective)
+        batches = [_WITHOUT_ANCHORS | arrays for arrays in batches]
+    else:
+        draft, target = port_draft(case, dtype)
+        objective = port_objective(case, draft)
     optimizer = MasterAdamW(draft.named_parameters(), OptimizerConfig(betas=betas, **numbers))
     for step, arrays in enumerate(batches, start=1):
         report = training_step(
@@ -121,19 +135,104 @@ def _spec_run(
     case: Case, batches: list[dict[str, Array]], dtype: str
 ) -> Iterator[tuple[float, dict[str, Array]]]:
     setup_jax()
-    from jaxdraft import training
-    from jaxdraft.config import ObjectiveConfig
+    from jaxdraft.training import OptimizerConfig
 
     numbers: dict[str, Any] = dict(case.extra["optimizer"])
     numbers["epsilon"] = numbers.pop("eps")
+    optimizer, table = OptimizerConfig(**numbers), TABLE
+    if "eagle3" in case.extra:
+        run, table = _spec_eagle3(case, optimizer, batches, dtype), EAGLE3_TABLE
+    elif case.config["dflash_config"]["projector_type"] == "dflash":
+        run = _spec_dflash(case, optimizer, batches, dtype)
+    else:
+        run = _spec_dspark(case, optimizer, batches, dtype)
+    for loss, params in run:
+        yield loss, {name: np.asarray(value) for name, value in to_torch(params, table).items()}
+
+
+def _spec_dspark(
+    case: Case, optimizer: Any, batches: list[dict[str, Array]], dtype: str
+) -> Iterator[tuple[float, Any]]:
+    from jaxdraft import training
+    from jaxdraft.config import ObjectiveConfig
+
     config, params, target, vocabulary = spec_draft(case, dtype)
     objective = ObjectiveConfig(**case.objective)
-    optimizer = training.OptimizerConfig(**numbers)
     state = training.start(config, objective, optimizer, params, target, vocabulary)
     for arrays in batches:
         state, report = training.train_step(state, spec_batch(arrays, dtype))
         training.check_step(objective, report)
-        yield (
-            float(report.evaluation.loss),
-            {name: np.asarray(value) for name, value in to_torch(state.params).items()},
-        )
+        yield float(report.evaluation.loss), state.params
+
+
+def _spec_dflash(
+    case: Case, optimizer: Any, batches: list[dict[str, Array]], dtype: str
+) -> Iterator[tuple[float, Any]]:
+    from jaxdraft.dflash import DFlashObjective, gradients_dflash
+
+    config, params, target, vocabulary = spec_draft(case, dtype)
+    objective = DFlashObjective(**case.objective)
+
+    def gradients(params: Any, arrays: dict[str, Array]) -> tuple[Any, Any]:
+        batch = spec_batch(arrays, dtype)
+        return gradients_dflash(config, objective, params, target, vocabulary, batch)
+
+    return _spec_steps(optimizer, params, gradients, batches)
+
+
+def _spec_eagle3(
+    case: Case, optimizer: Any, batches: list[dict[str, Array]], dtype: str
+) -> Iterator[tuple[float, Any]]:
+    import jax.numpy as jnp
+    from jax import tree_util
+
+    from jaxdraft.eagle3_config import Eagle3Config, Eagle3Objective
+    from jaxdraft.eagle3_evaluate import Eagle3Batch, gradients_eagle3
+    from jaxdraft.evaluate import Target
+    from jaxdraft.vocabulary import map_from_buffers
+
+    weights = as_dtype(case.group("weights"), dtype)
+    vocabulary = map_from_buffers(*(weights.pop(name) for name in BUFFERS))
+    frozen = as_dtype(case.group("target"), dtype)
+    target = Target(*(jnp.asarray(frozen[f"{n}.weight"]) for n in ("embed_tokens", "lm_head")))
+    config = Eagle3Config.from_hf(case.config)
+    objective = Eagle3Objective(**case.extra["eagle3"], **case.objective)
+
+    def gradients(params: Any, arrays: dict[str, Array]) -> tuple[Any, Any]:
+        batch = Eagle3Batch(**{n: jnp.asarray(v) for n, v in as_dtype(arrays, dtype).items()})
+        return gradients_eagle3(config, objective, params, target, vocabulary, batch)
+
+    params = tree_util.tree_map(jnp.asarray, to_flax(weights, EAGLE3_TABLE))
+    return _spec_steps(optimizer, params, gradients, batches)
+
+
+def _spec_steps(
+    optimizer: Any,
+    params: Any,
+    gradients: Callable[[Any, dict[str, Array]], tuple[Any, Any]],
+    batches: list[dict[str, Array]],
+) -> Iterator[tuple[float, Any]]:
+    """Compose §14 of the spec's parts for a draft that `train_step` does not train.
+
+    Order as there: spike guard on the norm, clip and AdamW's direction, rate of the step.
+    """
+    import jax
+    import optax
+
+    from jaxdraft import training
+
+    transformation = training.make_optimizer(optimizer)
+    moments = transformation.init(params)
+    guard = training.fresh_guard(jax.tree.leaves(params)[0].dtype)
+    for step, arrays in enumerate(batches, start=1):
+        evaluation, grads = gradients(params, arrays)
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes its own float32 scalars in
+            norm = optax.tree.norm(grads)
+            guard, spike = training.spike_guard(guard, norm, optimizer.spike_multiple)
+            if not spike:
+                direction, moments = transformation.update(grads, moments, params)
+                rate = training.rate(optimizer, step)
+                params = jax.tree.map(
+                    lambda p, d, r=rate: p - r.astype(p.dtype) * d, params, direction
+                )
+        yield float(evaluation.loss), params

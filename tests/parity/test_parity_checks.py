@@ -9,11 +9,7 @@ from hypothesis import strategies as st
 
 from parity.cases import Case
 from parity.checks.losses import cross_check
-from parity.checks.training import (
-    LOSS_TOLERANCE,
-    PARAMETER_TOLERANCE,
-    trajectories,
-)
+from parity.checks.training import trajectories
 from parity.compare import TOLERANCE
 from parity.emit import _draw
 from parity.recipes import RECIPES, B, N, S
@@ -92,15 +88,15 @@ def test_both_refuse(name: str) -> None:
         assert BY_NAME[name].error in error
 
 
-def training_case(steps: int) -> Case:
-    case = _draw(BY_NAME["pruned-vanilla"], 3)
+def training_case(steps: int, name: str = "pruned-vanilla") -> Case:
+    case = _draw(BY_NAME[name], 3)
     tensors = {n: v for n, v in case.tensors.items() if not n.startswith("batch/")}
     kept = np.nonzero(tensors["weights/t2d"])[0]
     for step in range(steps):
-        other = _draw(BY_NAME["pruned-vanilla"], 100 + step).group("batch")
+        other = _draw(BY_NAME[name], 100 + step).group("batch")
         other["input_ids"][:, ::2] = np.random.default_rng(step).choice(kept, (B, S // 2))
-        for name, value in other.items():
-            tensors[f"steps/{step}/{name}"] = value
+        for what, value in other.items():
+            tensors[f"steps/{step}/{what}"] = value
     optimizer = {
         "peak_rate": 3e-2,
         "final_rate": 1e-3,
@@ -112,16 +108,20 @@ def training_case(steps: int) -> Case:
         "weight_decay": 0.1,
         "max_grad_norm": 1.0,
     }
-    return replace(case, tensors=tensors, extra={"optimizer": optimizer})
+    return replace(case, tensors=tensors, extra=case.extra | {"optimizer": optimizer})
 
 
-def test_twelve_adamw_steps_follow_each_other() -> None:
-    """Faults: schedule off by a step, decay on norms, clip with 1e-6, moments swapped.
+@pytest.mark.parametrize("name", ["pruned-vanilla", "dflash-pruned", "dpace-both", "eagle3-pruned"])
+def test_twelve_adamw_steps_follow_each_other(name: str) -> None:
+    """Faults: schedule off by a step, decay on norms, clip with 1e-6, moments swapped; D-PACE's
+    weights of the first step kept for all; a head or embedding trained on one side alone.
 
-    Step 11 comes after step 2 only when batches are ordered as numbers.
+    Step 11 comes after step 2 only when batches are ordered as numbers. The bound is closer than
+    the one for cases of any kind: these runs agree to 6e-15, and a bias of 1e-12 is no rounding.
     """
-    steps = trajectories(training_case(12), "float64")
+    case = training_case(12, name)
+    steps = trajectories(case, "float64")
     assert [step.step for step in steps] == list(range(1, 13))
     assert steps[-1].loss_port != steps[0].loss_port
-    assert max(step.loss_error for step in steps) <= LOSS_TOLERANCE["float64"]
-    assert max(step.worst_error for step in steps) <= PARAMETER_TOLERANCE["float64"]
+    assert max(step.loss_error for step in steps) <= 1e-12
+    assert max(step.worst_error for step in steps) <= 1e-12
