@@ -20,7 +20,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from torch_port.blocks import make_blocks
 from torch_port.config import DraftConfig
-from torch_port.formats.convert import Options, convert, read_checkpoint, write_checkpoint
+from torch_port.formats.convert import Options, convert, write_checkpoint
 from torch_port.formats.load import load_draft
 from torch_port.formats.port import memory_checkpoint
 from torch_port.formats.target import TargetDirectory
@@ -142,7 +142,7 @@ def answered(
 
 @torch.no_grad()
 def ours(checkpoint: Path, given: dict[str, Tensor], target: TargetDirectory) -> dict[str, Tensor]:
-    draft, read = load_draft(checkpoint, target), read_checkpoint(checkpoint, target)
+    draft = load_draft(checkpoint, target)
     config = draft.config
     kept = torch.arange(V)
     frozen = FrozenTarget(
@@ -164,8 +164,9 @@ def ours(checkpoint: Path, given: dict[str, Tensor], target: TargetDirectory) ->
     hidden = draft(blocks, given["hidden_states"], anchors, keep, frozen)[0]
     e = draft.embed_previous(blocks.previous)
     e = None if e is None else e[0]
-    head = frozen.lm_head if read.head is None else read.head.load()
-    result = {"hidden": hidden, "logits": draft.logits(hidden, e, head)}
+    # The target's rows, not the file's: those are what is judged.
+    rows = draft.output_head(frozen.lm_head)
+    result = {"hidden": hidden, "logits": draft.logits(hidden, e, rows)}
     confidence = draft.confidence(hidden, e, detach=False)
     return result if confidence is None else result | {"confidence": confidence}
 
