@@ -54,6 +54,10 @@ def test_facts_are_read_from_the_files(tmp_path: Path) -> None:
     assert "is refused above" in verdict(facts, "4 sizes agree").text
     (tmp_path / "config.json").write_text(json.dumps(hf_config(surprise=1)))
     assert "surprise" in rejections(read_facts(load_run(run).config))["draft config"]
+    for value, shown in (([], "[]"), ({"a": 1}, "{'a': 1}"), (None, "null"), (8.0, "8.0")):
+        (tmp_path / "config.json").write_text(json.dumps(hf_config(hidden_size=value)))
+        text = rejections(read_facts(load_run(run).config))["draft config"]  # never a traceback
+        assert f"hidden_size is {shown}; set hidden_size to a whole number" in text
     (tmp_path / "config.json").write_text(json.dumps(hf_config()))
     facts = read_facts(load_run(run, ["algorithm=dflash"]).config)
     assert "set algorithm to 'dspark'" in rejections(facts)["draft config"]
