@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from torch_port.config import DraftConfig
 from torch_port.config_eagle3 import Eagle3Config
@@ -29,7 +31,8 @@ class Checkpoint:
     `weights` holds the draft's own tensors under the names of contracts §4, t2d and d2t among them.
     `head` [K, H] and `embedding` [V, H] are the target's (or a trained head), where the file has
     them; EAGLE3's are weights of its own. `neutral`: config fields that change no number, kept so
-    that they come back. `verifier`: the target that a speculators file names. `training`: a port
+    that they come back. `verifier`: the target that a speculators file names, and its `proposal`
+    where that is not the default. `training`: a port
     checkpoint's record of its run, with `optimizer` its tensors. `notes`: what reading derived or
     renamed, to be told.
     """
@@ -58,19 +61,38 @@ def expected_shapes(
     """Return every tensor that a draft of this config must have, with its shape.
 
     Built from the model itself on the meta device: no second list of names can go stale.
+    Raises UserError for sizes that no tensor can have.
     """
-    with torch.device("meta"):
-        draft = find_algorithm(algorithm).draft_class()(config)
+    return dict(_expected_shapes(algorithm, config))
+
+
+@lru_cache(maxsize=16)
+def _expected_shapes(
+    algorithm: str, config: DraftConfig | Eagle3Config
+) -> dict[str, tuple[int, ...]]:
+    try:
+        with torch.device("meta"), _NoInitialisation():
+            state = find_algorithm(algorithm).draft_class()(config).state_dict()
+    except (RuntimeError, OverflowError, TypeError) as error:
+        first = str(error).split("\n", 1)[0]
+        raise UserError(f"the config's sizes make no draft ({first}); is a number wrong?") from None
+    # EAGLE3's embedding is the target's, in its state dict but optional in a file.
+    left_out = {EMBEDDING} if isinstance(config, Eagle3Config) else set()
     return {
         name: tuple(tensor.shape)
-        for name, tensor in draft.state_dict().items()
-        if isinstance(tensor, torch.Tensor) and name not in _not_weights(draft.state_dict(), config)
+        for name, tensor in state.items()
+        if isinstance(tensor, torch.Tensor) and name not in left_out
     }
 
 
-def _not_weights(state: Mapping[str, Any], config: DraftConfig | Eagle3Config) -> set[str]:
-    # EAGLE3's embedding is the target's, in its state dict but optional in a file.
-    return {EMBEDDING} if isinstance(config, Eagle3Config) else set()
+class _NoInitialisation(TorchFunctionMode):
+    """Skips what layers draw when they are made: on the meta device that imports a compiler."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return kwargs.get("tensor", args[0] if args else None)
+        return func(*args, **kwargs)
 
 
 def rename_legacy(weights: Weights) -> tuple[Weights, list[str]]:
@@ -95,7 +117,15 @@ def split_weights(
     vocabulary map. Nothing absent is made up.
     """
     K, V, H = config.draft_vocab_size, config.vocab_size, config.hidden_size
-    expected = expected_shapes(algorithm, config)
+    layers = getattr(config, "num_hidden_layers", 1)
+    if layers > len(weights):  # before a model of a million layers is built to name what is missing
+        raise UserError(
+            f"{where}: num_hidden_layers is {layers}, but there are {len(weights)} tensors in all"
+        )
+    try:
+        expected = expected_shapes(algorithm, config)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
     borrowed = {name: (rows, H) for name, rows in ((HEAD, K), (EMBEDDING, V))}
     optional = {name: shape for name, shape in borrowed.items() if name not in expected}
     problems = [f"{name}: missing" for name in expected if name not in weights]

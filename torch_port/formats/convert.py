@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,8 +129,10 @@ def write_checkpoint(
     options = options or Options()
     if to not in FORMATS:
         raise UserError(f"--to {to}: unknown format; there are {', '.join(FORMATS)}, and orbax")
-    if destination.exists():
+    if os.path.lexists(destination):  # a dangling link too: nothing could be renamed onto it
         raise UserError(f"{destination} exists already; name a new directory")
+    if options.target is not None:
+        options.target.check(checkpoint.config)
     content, tensors, lost = _WRITERS[to](checkpoint, options)
     with atomic_directory(destination) as directory:
         name = "model-00001-of-00001" if to == "port" else "model"
@@ -182,9 +185,9 @@ def _deepspec(checkpoint: Checkpoint, options: Options) -> Written:
 
 
 def _speculators(checkpoint: Checkpoint, options: Options) -> Written:
-    verifier = checkpoint.verifier if options.target is None else options.target.verifier
-    if options.verifier is not None:
-        verifier = {"architectures": []} | dict(verifier or {}) | {"name_or_path": options.verifier}
+    verifier = dict(checkpoint.verifier or {})
+    verifier |= options.target.verifier if options.target is not None else {}
+    verifier |= {"name_or_path": options.verifier} if options.verifier is not None else {}
     content = speculators_config(
         checkpoint.config, checkpoint.neutral, verifier, options.speculative_tokens
     )
@@ -253,5 +256,7 @@ def _lost(checkpoint: Checkpoint, tensors: Weights) -> list[str]:
 
 
 def _lost_verifier(checkpoint: Checkpoint) -> list[str]:
-    name = (checkpoint.verifier or {}).get("name_or_path")
-    return [] if name is None else [f"the target's name, {name}"]
+    verifier = checkpoint.verifier or {}
+    name, proposal = verifier.get("name_or_path"), verifier.get("proposal")
+    lost = [] if name is None else [f"the target's name, {name}"]
+    return lost + ([] if proposal is None else [f"how a server proposes: {json.dumps(proposal)}"])

@@ -33,7 +33,7 @@ from torch_port.formats.weights import (
     Weights,
     header_digest,
     read_json,
-    read_weights,
+    read_safetensors,
     tensor_ref,
 )
 
@@ -41,6 +41,7 @@ RUN_FILE = "run.json"
 VERSION = 1
 OPTIMIZER_PARTS = ("masters", "exp_avg", "exp_avg_sq")  # optimizer.<part>.<parameter>
 _PREFIX = "optimizer."
+_SHARDING = "DCP_SHARDING_INFO"  # the metadata entry of a file that holds parts
 _RECORD = {"format", "version", "algorithm", "draft", "verifier", "headers", "training"}
 _TRAINING = {
     "step",  # optimizer steps, skipped ones too
@@ -148,31 +149,52 @@ def port_tensors(checkpoint: Checkpoint) -> Weights:
 def read_storage(directory: Path) -> Weights:
     """Find the tensors of a torch.distributed.checkpoint in safetensors storage.
 
-    A tensor that ranks saved in parts is put together when it is asked for.
+    A tensor that ranks saved in parts is put together when it is asked for; a whole one stays a
+    view of its file. Raises UserError when a file is damaged or there is no tensor.
     """
-    if (directory / "model.safetensors").is_file():
-        return read_weights(directory)
+    weights: Weights = {}
+    in_parts: set[str] = set()
+    for path in sorted(directory.glob("*.safetensors")):
+        found, metadata = read_safetensors(path)
+        offsets = _offsets(path, metadata)
+        in_parts |= {name for name in found if name in weights or any(offsets.get(name, ()))}
+        weights |= found
+    if in_parts:
+        weights |= _joined(directory, in_parts)
+    if not weights:
+        raise UserError(f"{directory}: holds no tensors; copy the checkpoint again")
+    return weights
+
+
+def _offsets(path: Path, metadata: Mapping[str, str]) -> dict[str, list[int]]:
+    """Where each tensor of a file starts in the whole one, by torch.distributed.checkpoint."""
+    if _SHARDING not in metadata:
+        return {}
+    try:
+        told = json.loads(metadata[_SHARDING])
+        return {name: [int(i) for i in entry["saved_offsets"]] for name, entry in told.items()}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise UserError(f"{path}: its {_SHARDING} cannot be read; copy it again") from None
+
+
+def _joined(directory: Path, names: set[str]) -> Weights:
+    """Tensors that several files hold parts of."""
     try:
         metadata = HuggingFaceStorageReader(str(directory)).read_metadata()
+        stored = {name: metadata.state_dict_metadata[name] for name in sorted(names)}
     except Exception as error:  # noqa: BLE001 (its own errors are of any class)
         raise UserError(
             f"{directory}: no torch.distributed.checkpoint can be read ({error}); copy it again"
         ) from None
     weights: Weights = {}
-    for name, stored in metadata.state_dict_metadata.items():
-        if not isinstance(stored, TensorStorageMetadata):
-            raise UserError(f"{directory}: {name} is no tensor")
-        dtype = stored.properties.dtype
-        if dtype not in DTYPE_NAMES:
-            raise UserError(f"{directory}: {name} is of dtype {dtype}, which no draft has")
-        weights[name] = TensorRef(
-            DTYPE_NAMES[dtype],
-            tuple(stored.size),
-            _loader(directory, name, dtype, tuple(stored.size)),
-            f"{directory}: {name}",
-        )
-    if not weights:
-        raise UserError(f"{directory}: holds no tensors; copy the checkpoint again")
+    for name, entry in stored.items():
+        assert isinstance(entry, TensorStorageMetadata)  # safetensors holds nothing else
+        shape, dtype = tuple(entry.size), entry.properties.dtype
+        parts = sum(torch.Size(chunk.sizes).numel() for chunk in entry.chunks)
+        if parts != torch.Size(shape).numel():
+            raise UserError(f"{directory}: the parts of {name} leave a gap, or overlap")
+        load_whole = _loader(directory, name, dtype, shape)
+        weights[name] = TensorRef(DTYPE_NAMES[dtype], shape, load_whole, f"{directory}: {name}")
     return weights
 
 

@@ -57,6 +57,7 @@ _BACKBONE = (
     "hidden_act",
     "attention_bias",
 )
+_PROPOSAL = ("default_proposal_method", "proposal_methods")
 _TOP_NEUTRAL = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")
 
 
@@ -67,8 +68,11 @@ def read_speculators(
 
     Arguments: the parsed config.json; the number of the target's layers, where it is known from the
     target (a file of ours holds it as `num_target_layers`); `where` names the file.
-    Returns (algorithm, config, neutral fields, verifier, notes).
-    Raises UserError for unknown or missing fields, another layout, or an unknown number of layers.
+    Returns (algorithm, config, neutral fields, verifier, notes); the verifier has the target's
+    `name_or_path` and `architectures`, and `proposal` where the file proposes otherwise than all
+    slots of a block, greedily.
+    Raises UserError for unknown or missing fields, another layout, an unknown number of layers, and
+    for more speculative tokens than a block predicts.
     """
     values, notes = dict(raw), list[str]()
     try:
@@ -84,8 +88,9 @@ def read_speculators(
         backbone = _take_backbone(values, notes)
         _check_sliding(backbone, values)
         neutral = take_neutral(values) | take_neutral(backbone)
+        neutral.pop("use_sliding_window", None)  # this format's way to say what layer_types says
         config = _config(kind, values, backbone, num_target_layers)
-        return kind, config, neutral, verifier, notes
+        return kind, config, neutral, _kept_proposal(verifier, config), notes
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
 
@@ -98,8 +103,9 @@ def speculators_config(
 ) -> dict[str, Any]:
     """Write a config in the speculators schema.
 
-    Arguments: `verifier`, {"name_or_path", "architectures"} of the target (None: not named);
-    `speculative_tokens`, how many the server proposes at a time (default: all of a block's).
+    Arguments: `verifier` as `read_speculators` returns it (None: the target is not named);
+    `speculative_tokens`, how many the server proposes at a time (default: what the verifier says,
+    else all of a block's).
     Raises UserError for EAGLE3, whose speculators form is not built, and for more tokens than a
     block predicts.
     """
@@ -108,18 +114,15 @@ def speculators_config(
             "an EAGLE3 draft is not written as speculators: its conventions there (norms, rotary "
             "positions, layer ids) could not be checked; export it as hf, which servers read"
         )
-    tokens = config.predictions if speculative_tokens is None else speculative_tokens
-    if not 1 <= tokens <= config.predictions:
-        raise UserError(
-            f"{tokens} speculative tokens were asked of a draft that was trained for "
-            f"{config.predictions} (block_size {config.block_size}, {config.block_layout}); ask "
-            f"for 1 to {config.predictions}"
-        )
+    named = {"name_or_path": None, "architectures": []} | dict(verifier or {})
+    proposal = named.pop("proposal", None)
+    if proposal is None or speculative_tokens is not None:
+        proposal = _proposal(config, speculative_tokens)
     values = config.to_hf()
     nested = values.pop("dflash_config")
     kind = config.projector_type
     top = {name: neutral[name] for name in _TOP_NEUTRAL if name in neutral}
-    inner = {n: v for n, v in neutral.items() if n not in _TOP_NEUTRAL}
+    inner = {n: v for n, v in neutral.items() if n not in _TOP_NEUTRAL}  # the switch is set below
     backbone = {name: values[name] for name in _BACKBONE if name != "rope_theta"}
     backbone |= {
         "model_type": "qwen3",
@@ -135,9 +138,8 @@ def speculators_config(
         "speculators_version": VERSION,
         "speculators_config": {
             "algorithm": kind,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens}],
-            "verifier": dict(verifier or {"name_or_path": None, "architectures": []}),
+            **proposal,
+            "verifier": named,
         },
         "transformer_layer_config": dict(sorted((inner | backbone).items())),
         "draft_vocab_size": config.draft_vocab_size,
@@ -152,6 +154,41 @@ def speculators_config(
     return dict(sorted((content | heads).items()))
 
 
+def _proposal(config: DraftConfig, speculative_tokens: int | None = None) -> dict[str, Any]:
+    """How a server is told to propose: greedily, all slots that a block predicts unless told."""
+    tokens = config.predictions if speculative_tokens is None else speculative_tokens
+    _check_tokens(tokens, config)
+    greedy = {"proposal_type": "greedy", "speculative_tokens": tokens}
+    return {"default_proposal_method": "greedy", "proposal_methods": [greedy]}
+
+
+def _check_tokens(tokens: object, config: DraftConfig) -> None:
+    """Refuse more drafts than a block predicts: the slots beyond were never trained."""
+    if type(tokens) is not int or not 1 <= tokens <= config.predictions:
+        raise UserError(
+            f"speculative_tokens: {tokens!r} were asked of a draft that was trained for "
+            f"{config.predictions} (block_size {config.block_size}, {config.block_layout}); ask "
+            f"for 1 to {config.predictions}"
+        )
+
+
+def _kept_proposal(verifier: dict[str, Any] | None, config: DraftConfig) -> dict[str, Any] | None:
+    """Check the file's proposal; keep it where it is not the one that would be written."""
+    if verifier is None:
+        return None
+    proposal = verifier.pop("proposal")
+    methods = proposal.get("proposal_methods", [])
+    if not isinstance(methods, list) or not all(isinstance(way, Mapping) for way in methods):
+        raise UserError(f"proposal_methods must be a list of objects, not {methods!r}")
+    for way in methods:
+        if way.get("proposal_type") != "greedy":
+            raise UserError(f"proposal_type {way.get('proposal_type')!r} is not known; 'greedy' is")
+        _check_tokens(way.get("speculative_tokens"), config)
+    if proposal and proposal != _proposal(config):
+        verifier["proposal"] = proposal
+    return verifier
+
+
 def _check_layout(kind: str, values: dict[str, Any]) -> None:
     wanted = _TYPES[kind]
     given = values.pop("sample_from_anchor", wanted)
@@ -164,7 +201,7 @@ def _check_layout(kind: str, values: dict[str, Any]) -> None:
 
 
 def _take_speculators_config(kind: str, values: dict[str, Any]) -> dict[str, Any] | None:
-    """Take out speculators_config and the version; return the verifier."""
+    """Take out speculators_config and the version; return the verifier, the proposal in it."""
     values.pop("speculators_version", None)
     values.pop("architectures", None)  # the class name, which differs between versions
     told = values.pop("speculators_config", None)
@@ -172,7 +209,7 @@ def _take_speculators_config(kind: str, values: dict[str, Any]) -> dict[str, Any
         return None
     if not isinstance(told, Mapping) or told.get("algorithm") != kind:
         raise UserError(f"speculators_config must be an object with algorithm {kind!r}")
-    unknown = set(told) - {"algorithm", "default_proposal_method", "proposal_methods", "verifier"}
+    unknown = set(told) - {"algorithm", "verifier", *_PROPOSAL}
     if unknown:
         raise UserError(f"speculators_config has unknown fields: {', '.join(sorted(unknown))}")
     verifier = told.get("verifier")
@@ -180,7 +217,7 @@ def _take_speculators_config(kind: str, values: dict[str, Any]) -> dict[str, Any
         raise UserError(
             f"speculators_config.verifier {verifier!r}: expected name_or_path and architectures"
         )
-    return dict(verifier)
+    return dict(verifier) | {"proposal": {name: told[name] for name in _PROPOSAL if name in told}}
 
 
 def _take_backbone(values: dict[str, Any], notes: list[str]) -> dict[str, Any]:

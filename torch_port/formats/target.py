@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_port.config import DraftConfig
+from torch_port.config_eagle3 import Eagle3Config
 from torch_port.errors import UserError
 from torch_port.formats.checkpoint import EMBEDDING, HEAD
 from torch_port.formats.weights import DTYPES, TensorRef, Weights, read_json, read_weights
@@ -47,6 +49,22 @@ class TargetDirectory:
         if type(value) is not int:
             raise UserError(f"target {self.path}: config.json has no num_hidden_layers")
         return value
+
+    def check(self, config: DraftConfig | Eagle3Config) -> None:
+        """Raise UserError when this cannot be the target that a draft was trained for.
+
+        Its rows may be more than the draft's vocab_size: padding.
+        """
+        told = self.text_config
+        for name, wanted in (
+            ("num_hidden_layers", config.num_target_layers),
+            ("hidden_size", config.hidden_size),
+        ):
+            if name in told and told[name] != wanted:
+                raise UserError(
+                    f"target {self.path}: {name} is {told[name]!r}, but the draft was trained for "
+                    f"a target of {wanted}; is it another target?"
+                )
 
     @property
     def verifier(self) -> dict[str, Any]:

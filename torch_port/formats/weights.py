@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,6 +152,15 @@ def _sharded(directory: Path, index: Path, reader: Callable[[Path], Weights]) ->
 
 
 def _safetensors(path: Path) -> Weights:
+    return read_safetensors(path)[0]
+
+
+def read_safetensors(path: Path) -> tuple[Weights, dict[str, str]]:
+    """Find the tensors of one safetensors file; none is read yet. Returns them and its metadata.
+
+    Raises UserError for a damaged file, one whose header was changed after this package wrote it,
+    and a dtype that no draft has.
+    """
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
@@ -172,7 +180,7 @@ def _safetensors(path: Path) -> Weights:
         if dtype not in DTYPES:
             raise _wrong_dtype(f"{path}: {name}", dtype)
         weights[name] = TensorRef(dtype, shape, _opener(path, name), f"{path}: {name}")
-    return weights
+    return weights, metadata
 
 
 def _opener(path: Path, name: str) -> Callable[[], Tensor]:
@@ -189,15 +197,21 @@ def _opener(path: Path, name: str) -> Callable[[], Tensor]:
 
 def _pickled(path: Path) -> Weights:
     try:
-        content = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
-    except (*_UNREADABLE, pickle.UnpicklingError) as error:
+        with open(path, "rb") as stream:
+            zipped = stream.read(2) == b"PK"  # else as torch wrote before 1.6: it cannot be mapped
+        content = torch.load(path, weights_only=True, mmap=zipped, map_location="cpu")
+    except Exception as error:  # noqa: BLE001 (a damaged pickle raises errors of any class)
         raise _damaged(path, error) from None
     if not isinstance(content, dict) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
     ):
         raise UserError(f"{path}: expected tensors by name, found something else; nothing is read")
+    odd = [n for n, t in content.items() if t.layout != torch.strided or t.device.type != "cpu"]
+    if odd:
+        raise UserError(f"{path}: {odd[0]} is no plain tensor (sparse, or without values)")
     return {
-        name: tensor_ref(value.contiguous(), f"{path}: {name}") for name, value in content.items()
+        name: tensor_ref(value.detach().contiguous(), f"{path}: {name}")
+        for name, value in content.items()
     }
 
 
