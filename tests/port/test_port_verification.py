@@ -57,7 +57,7 @@ def test_nothing_to_verify_leaves_a_draw_from_the_target() -> None:
 
 
 def test_probabilities_of_zero() -> None:
-    """Faults: p/q with q = 0; a token that the target never says accepted at u = 0."""
+    """Faults: a token that the target never says accepted at u = 0; a certain one turned down."""
     p, q, draw = row(0.0, 0.5, 0.0, 0.25, 0.3), row(0.5, 0.0, 0.0, 0.25, 0.2), torch.zeros(5)
     assert accepts(p, q, draw.double()).tolist() == [False, True, False, True, True]
     highest = torch.full((5,), BELOW_ONE, dtype=torch.float64)
@@ -97,7 +97,7 @@ def test_temperature_divides_the_logits() -> None:
     logits = row(0.0, 2 * math.log(3), -math.inf)
     assert distribution(logits, 2.0, "").tolist() == pytest.approx([0.25, 0.75, 0], abs=ROUNDING)
     assert distribution(logits, 1.0, "").tolist() == pytest.approx([0.1, 0.9, 0], abs=ROUNDING)
-    assert distribution(row(1e9, 1e9, 0), 1e-30, "").tolist() == [0.5, 0.5, 0.0]
+    assert distribution(row(1e9, 1e9, 0).float(), 1e-30, "").tolist() == [0.5, 0.5, 0.0]
     tied = torch.zeros(2, 100)
     tied[1, [70, 99]] = 3.0
     assert distribution(tied, 0.0, "").argmax(-1).tolist() == [0, 70]
