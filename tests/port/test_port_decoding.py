@@ -1,5 +1,6 @@
 """Drafting and the loop, with given uniforms: hand-computed, and the target's own output (§10)."""
 
+import itertools
 import math
 
 import pytest
@@ -251,6 +252,23 @@ def test_greedy_output_is_the_targets_own(kind: str, kept: tuple[int, ...]) -> N
     assert min(accepted) == 0 < max(accepted)
     random = torch.rand(20, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert speculate(call, draft, target, [2, 0], asked, random).rounds == done.rounds
+
+
+def test_a_block_sees_the_states_of_what_was_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: states of rejected proposals, or of an earlier round, before the next anchor."""
+    draft, target, call = drawn_draft((1, 2), 4), frozen(4), reading_target(4)
+    lengths = []
+
+    def spy(draft, target, tokens, states, *rest):
+        lengths.append(len(tokens))
+        right = call(tokens)[1][:-1]
+        assert torch.allclose(states[: len(right)], right, rtol=0, atol=ROUNDING)
+        return draft_block(draft, target, tokens, states, *rest)
+
+    monkeypatch.setattr("torch_port.decoding.draft_block", spy)
+    speculate(call, draft, target, [2, 0], ask(limit=20))
+    steps = {later - earlier for earlier, later in itertools.pairwise(lengths)}
+    assert steps >= {1, 3}  # a block that was rejected whole, and one that was accepted in part
 
 
 # Kept ids, the draft, the settings, and how many proposals the first round verifies.
