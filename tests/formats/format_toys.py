@@ -115,6 +115,15 @@ def deepspec_fields(case: Case) -> dict[str, Any]:
     return top | nested
 
 
+_NOT_BACKBONE = (
+    "architectures",
+    "draft_vocab_size",
+    "block_size",
+    "num_target_layers",
+    "rope_theta",
+)
+
+
 def speculators_fields(case: Case) -> dict[str, Any]:
     top, nested = draft_fields(case)
     elsewhere = [

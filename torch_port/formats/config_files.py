@@ -40,6 +40,7 @@ _NESTED = (
     "enable_confidence_head",
     "confidence_head_with_markov",
 )
+_MOST_LAYERS = 10_000
 _EAGLE_IDS = "eagle_aux_hidden_state_layer_ids"
 
 Config = DraftConfig | Eagle3Config
@@ -169,13 +170,26 @@ def field_layer_ids(num_target_layers: int, count: int) -> list[int]:
     return [round(first + i * (last - first) / (count - 1)) for i in range(count)]
 
 
+def layer_count(values: Mapping[str, Any]) -> int | None:
+    """Return num_hidden_layers, or None where it is no number (refused later, by name).
+
+    Raises UserError for a number that would fill the memory with a list of layer types.
+    """
+    layers = values.get("num_hidden_layers")
+    if type(layers) is not int:
+        return None
+    if not 0 <= layers <= _MOST_LAYERS:
+        raise UserError(f"num_hidden_layers is {layers}; expected 1 to {_MOST_LAYERS}")
+    return layers
+
+
 def _fill_field_defaults(values: dict[str, Any], notes: list[str]) -> None:
     """Derive by the field's rule what old configs leave out, and say so."""
     nested = dict(values["dflash_config"])
     for name in ("block_size", *_NESTED):  # newer files keep block_size inside
         if name == "block_size" and name in nested and name not in values:
             values[name] = nested.pop(name)
-    layers, target_layers = values.get("num_hidden_layers"), values.get("num_target_layers")
+    layers, target_layers = layer_count(values), values.get("num_target_layers")
     if "projector_type" not in nested:
         named = values.get("architectures")
         nested["projector_type"] = "dflash" if named == ["DFlashDraftModel"] else "dspark"

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch_port.config import SLIDING, DraftConfig
+from torch_port.config import FULL, SLIDING, DraftConfig
 from torch_port.config_eagle3 import Eagle3Config
 from torch_port.errors import UserError
 from torch_port.formats.config_files import (
     drop_code,
+    layer_count,
     merge_rope,
     refuse_quantised,
     take_neutral,
@@ -279,5 +280,5 @@ def _config(
     flat = backbone | values | {"num_target_layers": layers, "dflash_config": nested}
     flat.setdefault("layer_types", None)
     if flat["layer_types"] is None and not flat.get("sliding_window"):
-        flat["layer_types"] = ["full_attention"] * int(flat.get("num_hidden_layers") or 0)
+        flat["layer_types"] = [FULL] * (layer_count(flat) or 0)
     return DraftConfig.from_hf(flat)
