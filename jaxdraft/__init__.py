@@ -15,7 +15,8 @@ Each module is one part of the specification sheet and each public function one 
   expected length of a round (§10)
 * ``scheduling``: how many proposals to verify, and calibrated confidences
 * ``training``: learning rate, AdamW and the training step (§14)
-* ``checkpoint``: all that a run needs to go on, with orbax
+* ``checkpoint``: all that a run needs to go on, with orbax; ``draft_checkpoint``: a draft alone;
+  ``saved_run``: a run's arrays for a converter; ``stored``: the directories of all three
 * ``checks``: what all configs refuse alike
 
 The working dtype is that of the parameters and inputs, float32 or float64; nothing here sets a

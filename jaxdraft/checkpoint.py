@@ -2,7 +2,7 @@
 
 A checkpoint holds parameters, optimizer state, spike guard, vocabulary map and step as arrays, and
 the configurations (the target's too) with the target's fingerprint as JSON. The target itself is
-borrowed and never saved.
+borrowed and never saved. An `extra` document is carried for whoever wrote it, and not read.
 """
 
 import hashlib
@@ -18,13 +18,25 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.typing import DTypeLike
 
+from jaxdraft import stored
 from jaxdraft.config import DraftConfig, ObjectiveConfig
-from jaxdraft.draft import DSparkDraft
+from jaxdraft.draft_checkpoint import abstract_params
 from jaxdraft.evaluate import Target, working_dtype
-from jaxdraft.training import OptimizerConfig, TrainState, as_json, fresh_guard, make_optimizer
+from jaxdraft.saved_run import check_place
+from jaxdraft.training import (
+    OptimizerConfig,
+    TrainState,
+    as_json,
+    fresh_guard,
+    make_optimizer,
+)
 from jaxdraft.vocabulary import VocabularyMap, check_same_map, map_from_buffers
 
-FORMAT = 2  # 2: the spike guard, the target's config, moments without the rate's own count
+# 2: the spike guard, the target's config, moments without the rate's own count. 3: another recipe
+# of the target's fingerprint.
+FORMAT = 3
+# Where a target was read from, and by which version, say nothing about its numbers.
+_NOT_THE_TARGET = ("_name_or_path", "transformers_version")
 
 
 class CheckpointMismatchError(ValueError):
@@ -33,6 +45,11 @@ class CheckpointMismatchError(ValueError):
 
 def target_fingerprint(target: Target, target_config: Mapping[str, Any]) -> str:
     """sha256 over name, dtype, shape and bytes of the target's embedding and head, and its config.
+
+    The bytes that are hashed, in this order: for `embed_tokens`, then for `lm_head`, the text
+    `{name}\\0{dtype}\\0{shape}\\0` in UTF-8, dtype like `float32` or `bfloat16` and shape a JSON
+    list like `[16, 8]`, then the values, row after row, little-endian; then the config as JSON with
+    sorted keys, without `_name_or_path` and `transformers_version` at its top.
 
     Args:
         target: E and U.
@@ -45,18 +62,30 @@ def target_fingerprint(target: Target, target_config: Mapping[str, Any]) -> str:
     """
     digest = hashlib.sha256()
     for name, array in target._asdict().items():
-        values = np.asarray(array)
-        digest.update(f"{name}\0{values.dtype}\0{values.shape}\0".encode())
-        digest.update(np.ascontiguousarray(values).tobytes())
-    digest.update(f"config\0{as_json(target_config)}".encode())
+        values = np.ascontiguousarray(array)
+        digest.update(f"{name}\0{values.dtype.name}\0{json.dumps(values.shape)}\0".encode())
+        digest.update(values.tobytes())
+    digest.update(as_json(target_facts(target_config)).encode())
     return digest.hexdigest()
+
+
+def target_facts(target_config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a target's config says about its numbers: all but where it was read from, and by what.
+
+    Args:
+        target_config: the parsed config.json.
+
+    Returns:
+        The config without `_name_or_path` and `transformers_version`.
+    """
+    return {name: value for name, value in target_config.items() if name not in _NOT_THE_TARGET}
 
 
 def meaning(
     config: DraftConfig,
     objective: ObjectiveConfig,
     optimizer: OptimizerConfig,
-    target: Target,
+    target: Target | str,
     target_config: Mapping[str, Any],
     dtype: DTypeLike,
     num_anchors: int | None = None,
@@ -67,7 +96,7 @@ def meaning(
         config: what the draft is; `draft_vocab_size` is recorded only when it prunes.
         objective: the coefficients.
         optimizer: the numbers of §14.
-        target: E and U.
+        target: E and U, or their `target_fingerprint` where only that is known.
         target_config: the target's parsed config.json.
         dtype: the working dtype.
         num_anchors: N of the run's draws (§3.1), or None.
@@ -77,10 +106,11 @@ def meaning(
 
     Source: contracts §3.
     """
+    fingerprint = target if isinstance(target, str) else target_fingerprint(target, target_config)
     record: dict[str, Any] = {
         "format": FORMAT,
         "dtype": np.dtype(dtype).name,
-        "target.fingerprint": target_fingerprint(target, target_config),
+        "target.fingerprint": fingerprint,
         "num_anchors": num_anchors,
     }
     parts = {
@@ -88,7 +118,7 @@ def meaning(
         "objective": asdict(objective),
         "optimizer": asdict(optimizer),
         # The fingerprint holds these too; one by one, a mismatch says which field it is.
-        "target.config": json.loads(as_json(target_config)),
+        "target.config": json.loads(as_json(target_facts(target_config))),
     }
     for part, values in parts.items():
         for name, value in values.items():
@@ -98,28 +128,23 @@ def meaning(
     return record
 
 
-def save(directory: Path, state: TrainState) -> None:
+def save(directory: Path, state: TrainState, extra: Mapping[str, Any] | None = None) -> None:
     """Write a checkpoint; it appears complete or not at all.
 
     Args:
         directory: path that does not exist yet.
         state: the state after `state.step` steps, on any number of devices.
+        extra: a JSON document to carry (`read_extra` of the checkpoint that the run went on from).
 
     Raises:
         ValueError: the directory exists, or the state has no `target_config`.
 
     Source: contracts §3.
     """
-    directory = directory.absolute()
     if state.target_config is None:
         raise ValueError(
             "target_config: a checkpoint records the config of the target that its draft was "
             "trained for, and the state has none; give the target's config.json to `start`"
-        )
-    if directory.exists():
-        raise ValueError(
-            f"{directory}: expected a path that does not exist, found one that does; checkpoints "
-            "are never overwritten, choose another name"
         )
     record = meaning(
         state.config,
@@ -130,11 +155,7 @@ def save(directory: Path, state: TrainState) -> None:
         working_dtype(state.params),
         state.num_anchors,
     )
-    arguments = ocp.args.Composite(
-        state=ocp.args.StandardSave(_arrays(state)), meaning=ocp.args.JsonSave(record)
-    )
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-        checkpointer.save(directory, arguments)
+    stored.write(directory, {"state": _arrays(state)}, {"meaning": record, "extra": extra or {}})
 
 
 def restore(
@@ -175,13 +196,9 @@ def restore(
     """
     directory = directory.absolute()
     wanted = meaning(config, objective, optimizer, target, target_config, dtype, num_anchors)
+    check_place(directory)
+    check_meaning(stored.read_document(directory, "meaning"), wanted)
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-        if not (directory / "meaning").is_dir():
-            raise ValueError(
-                f"{directory}: expected a checkpoint that `save` wrote, found none; check the path"
-            )
-        read = checkpointer.restore(directory, ocp.args.Composite(meaning=ocp.args.JsonRestore()))
-        check_meaning(read["meaning"], wanted)
         shapes = abstract_arrays(config, optimizer, dtype)
         read = checkpointer.restore(
             directory, ocp.args.Composite(state=ocp.args.StandardRestore(shapes))
@@ -245,17 +262,7 @@ def abstract_arrays(config: DraftConfig, optimizer: OptimizerConfig, dtype: DTyp
     Returns:
         A tree of `jax.ShapeDtypeStruct`.
     """
-    H, γ = config.hidden_size, config.block_size
-    model = DSparkDraft(config, dtype)
-    inputs = (
-        jnp.zeros((1, 1, len(config.target_layer_ids) * H), dtype),
-        jnp.zeros((1, 1, γ, H), dtype),
-        jnp.zeros((1, 1), int),
-        jnp.ones((1, 1), bool),
-        jnp.zeros((1, 1, γ), int),
-        jnp.zeros((config.draft_vocab_size, H), dtype),
-    )
-    params = jax.eval_shape(lambda: model.init(jax.random.key(0), *inputs))["params"]
+    params = abstract_params(config, dtype)
     tree = {
         "step": jax.ShapeDtypeStruct((), jnp.zeros((), int).dtype),
         "params": params,

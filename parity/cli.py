@@ -14,10 +14,12 @@ import typer
 from rich.console import Console
 
 from parity.cases import CaseError
+from parity.checkpoint_commands import convert_command, diff_command, show_command
 from parity.demo import check_demo
 from parity.emit import emit as write_vectors
 from parity.selection import compare_rules, markdown
 from parity.vectors import run_vectors
+from torch_port.errors import UserError
 
 app = typer.Typer(
     help="Cross-check jaxdraft (the specification) and torch_port (the production port).",
@@ -27,6 +29,9 @@ app = typer.Typer(
     # Else the line breaks of a docstring's paragraph are kept, and a narrow terminal breaks twice.
     rich_markup_mode="markdown",
 )
+app.command("convert")(convert_command)
+app.command("show")(show_command)
+app.command("diff")(diff_command)
 console = Console()
 
 
@@ -205,8 +210,12 @@ def _stop(message: str) -> NoReturn:
 
 
 def main() -> None:
-    """Run the command line."""
-    app(prog_name="parity")
+    """Run the command line; a user's error is one line on stderr and exit status 2."""
+    try:
+        app(prog_name="parity")
+    except (UserError, OSError) as error:
+        Console(stderr=True).print(f"Error: {error}", highlight=False, soft_wrap=True, markup=False)
+        raise SystemExit(2) from None
 
 
 if __name__ == "__main__":

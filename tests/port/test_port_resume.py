@@ -214,8 +214,8 @@ def test_target_fingerprint_by_hand() -> None:
     E = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.bfloat16)
     U = torch.tensor([[1.0], [2.0]], dtype=torch.float32)
     by_hand = hashlib.sha256(
-        b"embed_tokens\0torch.bfloat16\0[2, 2]\0" + bytes.fromhex("803f004040408040")
-        + b"lm_head\0torch.float32\0[2, 1]\0" + bytes.fromhex("0000803f00000040")
+        b"embed_tokens\0bfloat16\0[2, 2]\0" + bytes.fromhex("803f004040408040")
+        + b"lm_head\0float32\0[2, 1]\0" + bytes.fromhex("0000803f00000040")
         + b'{"a": 1, "b": 2}'
     ).hexdigest()  # fmt: skip
     assert target_fingerprint(E, U, {"b": 2, "a": 1}) == by_hand

@@ -1,5 +1,6 @@
 """orbax checkpoints: the whole state comes back, on another device count, or one error says why."""
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from jaxdraft.checkpoint import (
     target_fingerprint,
 )
 from jaxdraft.evaluate import Target
+from jaxdraft.saved_run import read, read_extra, save_arrays
 from jaxdraft.training import TrainState, start
 
 OPTIMIZER = OptimizerConfig(peak_rate=0.01, warmup_steps=2, total_steps=10, max_grad_norm=1.0)
@@ -257,7 +259,7 @@ def test_other_fields_of_the_targets_config_are_refused(saved) -> None:
 def test_another_format_is_refused(saved, monkeypatch) -> None:
     """Fault: a checkpoint of another layout of arrays that fails somewhere inside orbax."""
     monkeypatch.setattr("jaxdraft.checkpoint.FORMAT", 1)
-    with pytest.raises(CheckpointMismatchError, match="format: the checkpoint has 2, the run 1"):
+    with pytest.raises(CheckpointMismatchError, match="format: the checkpoint has 3, the run 1"):
         again(saved[0])
 
 
@@ -274,6 +276,27 @@ def test_the_fingerprint_is_of_arrays_and_config() -> None:
     assert with_other not in seen
     turned = dict(reversed(TARGET_CONFIG.items()))
     assert target_fingerprint(target(), turned) in seen
+
+
+def test_the_fingerprint_by_hand() -> None:
+    """The bytes of the docstring's recipe, written out. Faults: a separator, a dtype's or shape's
+    spelling, an order of rows; a config's place or version that counts.
+    """
+    E = jnp.array([[1.0, 2.0], [3.0, 4.0]], dtype=jnp.bfloat16)
+    U = jnp.array([[1.0], [2.0]], dtype=jnp.float32)
+    by_hand = hashlib.sha256(
+        b"embed_tokens\0bfloat16\0[2, 2]\0" + bytes.fromhex("803f004040408040")
+        + b"lm_head\0float32\0[2, 1]\0" + bytes.fromhex("0000803f00000040")
+        + b'{"a": 1, "b": 2}'
+    ).hexdigest()  # fmt: skip
+    told = {"b": 2, "a": 1, "_name_or_path": "/here", "transformers_version": "5.24"}
+    assert target_fingerprint(Target(E, U), told) == by_hand
+    # What the fingerprint leaves out is not compared value by value either.
+    names = recorded(target_config=told)
+    assert [n for n in names if n.startswith("target.config.")] == [
+        "target.config.a",
+        "target.config.b",
+    ]
 
 
 def test_a_state_without_the_targets_config_is_not_saved(tmp_path: Path) -> None:
@@ -300,6 +323,37 @@ def test_nothing_is_overwritten_and_nothing_is_guessed(saved, tmp_path: Path) ->
         save(directory, state)
     with pytest.raises(ValueError, match="expected a checkpoint"):
         again(tmp_path / "absent")
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch) -> None:
+    """Fault: half a directory, under its own name or a temporary one, after a full disk."""
+    import orbax.checkpoint as ocp
+
+    def full(*_, **__):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(ocp.CompositeCheckpointHandler, "finalize", full)
+    with pytest.raises(OSError, match="No space"):
+        save(tmp_path / "run", fresh())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_converters_arrays_are_what_save_writes(saved, tmp_path: Path) -> None:
+    """`read` then `save_arrays` gives a run that `restore` continues, and its extra comes back.
+
+    Faults: moments exchanged, the count or the guard left at 0, an extra document that is dropped.
+    """
+    directory, state = saved
+    run = read(directory)
+    assert run.extra == {}
+    assert int(run.arrays.step) == int(run.arrays.updates) == int(run.arrays.seen) == 2
+    save_arrays(tmp_path / "again", run.arrays, run.meaning, {"rng": [1, None, "π"]})
+    assert same(again(tmp_path / "again"), state)
+    assert read_extra(tmp_path / "again") == {"rng": [1, None, "π"]}
+    save(tmp_path / "third", state, read_extra(tmp_path / "again"))
+    assert read(tmp_path / "third").extra == {"rng": [1, None, "π"]}
+    with pytest.raises(ValueError, match="expected a checkpoint"):
+        read(tmp_path)
 
 
 def test_draft_vocab_size_is_recorded_only_when_pruned() -> None:

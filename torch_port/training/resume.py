@@ -178,15 +178,20 @@ _CHUNK_BYTES = 2**26
 def target_fingerprint(embed_tokens: Tensor, lm_head: Tensor, config: Mapping[str, Any]) -> str:
     """Return the sha256 of a target: name, dtype, shape, bytes of E and U, and its config.
 
-    Arguments: E [V, H], U [V, H], on any device; the target's parsed `config.json`, of which
-    `_name_or_path` and `transformers_version` are left out. Rows cross to the host in pieces.
-    Source: contracts §3.
+    Arguments: E [V, H], U [V, H], on any device; the target's parsed `config.json`.
+
+    Hashed are, for `embed_tokens` and then `lm_head`: the UTF-8 text "name NUL dtype NUL shape NUL"
+    (dtype as `float32` or `bfloat16`, shape as a JSON list, `[16, 8]`), then the values by rows,
+    little-endian. Then the config as JSON text with sorted keys, where `_name_or_path` and
+    `transformers_version` are left out at the top level. The specification has the same recipe, so
+    that a run can go on there. Rows cross to the host in pieces. Source: contracts §3.
     """
     import torch  # here: the table above needs none
 
     total = hashlib.sha256()
     for name, tensor in (("embed_tokens", embed_tokens), ("lm_head", lm_head)):
-        total.update(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        total.update("\0".join((name, dtype, json.dumps(list(tensor.shape)), "")).encode())
         row_bytes = max(1, tensor.element_size() * math.prod(tensor.shape[1:]))
         for rows in tensor.detach().split(max(1, _CHUNK_BYTES // row_bytes)):
             total.update(rows.contiguous().cpu().view(torch.uint8).numpy())
