@@ -75,7 +75,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
             "--heldout was counted with --vocab-size 17, the training corpus with 16",
         ),
         (["sweep", "c", "--heldout", "other"], "--heldout was counted with --tokenizer "),
-        (["sweep", "c", "--coverage", "99"], "--coverage is 99.0"),
+        (["sweep", "c", "--coverage", "99"], "--coverage is 99.0, but must lie above 0"),
         (["sweep", "c", "--svg", "none/c.svg"], "create none"),
         (["build", "c"], "each choose K, and neither is given; give one: --size"),
         (

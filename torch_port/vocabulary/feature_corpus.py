@@ -31,6 +31,7 @@ from torch_port.vocabulary.tokens import TokenizerFacts, check_sizes
 
 # Tokens of a piece: 12 MB of ids and masks; with states, which are H times as wide, fewer.
 _ROWS, _ROWS_WITH_STATES = 1 << 20, PIECE_ROWS
+_PIECES_EACH = 8  # at least so many for each process
 _STATES = "target_last_hidden_states"
 
 
@@ -69,9 +70,12 @@ def count_features(
         )
     features = [FeatureDirectory(path) for path in directories]
     settings = (vocab_size, tokenizer.size, head_VH is not None)
-    if piece_rows is None:
-        piece_rows = _ROWS if head_VH is None else _ROWS_WITH_STATES
-    counts, digest = _count_pieces(features, settings, console, workers, piece_rows)
+    pieces = feature_pieces(
+        features, piece_rows or (_ROWS if head_VH is None else _ROWS_WITH_STATES)
+    )
+    # A process starts as long as torch imports: fewer of them where there is little to count.
+    processes = min(workers, len(pieces) if piece_rows else max(1, len(pieces) // _PIECES_EACH))
+    counts, digest = _count_pieces(features, pieces, settings, console, processes)
     if not counts.any():
         raise UserError(
             "corpus: no supervised token in the features; their loss masks are 0 everywhere. "
@@ -145,13 +149,11 @@ class _Part:
 
 def _count_pieces(
     features: Sequence[FeatureDirectory],
+    pieces: Sequence[FeaturePiece],
     settings: tuple[int, int, bool],
     console: Console,
     workers: int,
-    piece_rows: int,
 ) -> tuple[NDArray[np.int64], _Digest]:
-    pieces = feature_pieces(features, piece_rows)
-    workers = min(workers, len(pieces))
     total, digest = np.zeros(settings[0], dtype=np.int64), _Digest(features)
     if workers > 1:
         parts = in_processes(_count, pieces, workers, _start, settings)
