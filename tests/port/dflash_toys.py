@@ -86,6 +86,7 @@ def by_hand(
     blocks = layout_blocks(model, b)
     hidden = model(blocks, b.hidden_states, b.anchor_positions, b.block_keep_mask, frozen)
     kept = list(KEPT) if model.prunes_vocabulary else list(range(V))
+    beta = objective.beta or 0.0  # without D-PACE there is none, and s is not read
     loss = ce_den = torch.zeros((), dtype=torch.float64)
     pairs = {n: [0.0, 0.0] for n in ("acc", "ce", "l1", "coverage", "mass", "agreement", "tau")}
     slots = {n: [[0.0, 0.0] for _ in range(1, G)] for n in ("ce", "accuracy", "accept")}
@@ -115,7 +116,7 @@ def by_hand(
                     if label in kept
                     else torch.zeros((), dtype=torch.float64)
                 )
-                s[k] = (1 - objective.beta) * c + objective.beta
+                s[k] = (1 - beta) * c + beta
             survival, alive = 1.0, 0.0
             for k in range(1, G):
                 if k not in found:
