@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -109,10 +109,15 @@ def rename_legacy(weights: Weights) -> tuple[Weights, list[str]]:
 
 
 def split_weights(
-    weights: Weights, algorithm: str, config: DraftConfig | Eagle3Config, where: str
+    weights: Weights,
+    algorithm: str,
+    config: DraftConfig | Eagle3Config,
+    where: str,
+    carried: Sequence[str] = (),
 ) -> tuple[Weights, TensorRef | None, TensorRef | None]:
     """Check names and shapes against the config; return (the draft's own, head, embedding).
 
+    `carried`: which of head and embedding the format always has.
     Raises UserError naming every unknown, missing or misshapen weight at once, and a malformed
     vocabulary map. Nothing absent is made up.
     """
@@ -128,7 +133,7 @@ def split_weights(
         raise UserError(f"{where}: {error}") from None
     borrowed = {name: (rows, H) for name, rows in ((HEAD, K), (EMBEDDING, V))}
     optional = {name: shape for name, shape in borrowed.items() if name not in expected}
-    problems = [f"{name}: missing" for name in expected if name not in weights]
+    problems = [f"{name}: missing" for name in (*expected, *carried) if name not in weights]
     for name, ref in weights.items():
         shape = expected.get(name, optional.get(name))
         if shape is None:

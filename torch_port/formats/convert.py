@@ -100,7 +100,9 @@ def read_checkpoint(directory: Path, target: TargetDirectory | None = None) -> C
     else:
         algorithm, config, neutral, notes = read_config(raw, where)
     weights, renamed = rename_legacy(read_weights(directory))
-    own, head, embedding = split_weights(weights, algorithm, config, str(directory))
+    own, head, embedding = split_weights(
+        weights, algorithm, config, str(directory), _carried(kind, config)
+    )
     return Checkpoint(
         format=kind,
         algorithm=algorithm,
@@ -112,6 +114,13 @@ def read_checkpoint(directory: Path, target: TargetDirectory | None = None) -> C
         verifier=verifier,
         notes=(*notes, *renamed),
     )
+
+
+def _carried(kind: str, config: DraftConfig | Eagle3Config) -> tuple[str, ...]:
+    """What a format always holds of the target; a file without it lost it on its way."""
+    if kind == "deepspec":
+        return HEAD, EMBEDDING
+    return (HEAD,) if kind == "speculators" and config.prunes else ()
 
 
 def write_checkpoint(

@@ -9,6 +9,7 @@ per rank; run.json holds all that is no tensor. A checkpoint without training st
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -43,17 +44,34 @@ OPTIMIZER_PARTS = ("masters", "exp_avg", "exp_avg_sq")  # optimizer.<part>.<para
 _PREFIX = "optimizer."
 _SHARDING = "DCP_SHARDING_INFO"  # the metadata entry of a file that holds parts
 _RECORD = {"format", "version", "algorithm", "draft", "verifier", "headers", "training"}
-_TRAINING = {
-    "step",  # optimizer steps, skipped ones too
-    "updates",  # AdamW's own count: skipped steps do not raise it
-    "guard",  # {"log_sum", "seen"} of the spike guard
-    "objective",
-    "optimizer",
-    "num_anchors",
-    "target",  # {"fingerprint", "config"}
-    "resume",  # what training.resume.record gives
-    "rng",  # by rank
-    "data",  # the loader's position
+
+
+def _whole(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _named(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+# What `training` holds, each with what it must be.
+_TRAINING: dict[str, Callable[[Any], bool]] = {
+    "step": _whole,  # optimizer steps, skipped ones too
+    "updates": _whole,  # AdamW's own count: skipped steps do not raise it
+    "guard": lambda x: (
+        _named(x)
+        and set(x) == {"log_sum", "seen"}
+        and _whole(x["seen"])
+        and type(x["log_sum"]) in (int, float)
+        and math.isfinite(x["log_sum"])
+    ),  # of the spike guard
+    "objective": _named,
+    "optimizer": _named,
+    "num_anchors": lambda x: x is None or (_whole(x) and x > 0),
+    "target": lambda x: _named(x) and set(x) == {"fingerprint", "config"} and _named(x["config"]),
+    "resume": _named,  # what training.resume.record gives
+    "rng": lambda x: x is None or _named(x),  # by rank
+    "data": lambda x: x is None or _named(x),  # the loader's position
 }
 
 
@@ -82,7 +100,7 @@ def read_port(directory: Path) -> Checkpoint:
     _check_headers(directory, record.get("headers"))
     training = record.get("training")
     if training is not None:
-        _refuse_unknown(directory, training, _TRAINING, complete=True)
+        _check_training(directory, training)
     tensors = read_storage(directory)
     optimizer = {n: tensors.pop(n) for n in list(tensors) if n.startswith(_PREFIX)}
     own, head, embedding = split_weights(tensors, algorithm, config, where)
@@ -100,6 +118,22 @@ def read_port(directory: Path) -> Checkpoint:
         optimizer=optimizer,
         notes=tuple(notes),
     )
+
+
+def _check_training(directory: Path, training: Any) -> None:
+    """Refuse a record of a run that lacks something or holds what it cannot mean."""
+    _refuse_unknown(directory, training, set(_TRAINING), complete=True)
+    for name, fits in _TRAINING.items():
+        if not fits(training[name]):
+            raise UserError(
+                f"{directory / RUN_FILE}: training.{name} is {str(training[name])[:100]}, which it "
+                "cannot be; copy the checkpoint again"
+            )
+    if training["updates"] > training["step"]:
+        raise UserError(
+            f"{directory / RUN_FILE}: {training['updates']} updates in {training['step']} steps; "
+            "copy the checkpoint again"
+        )
 
 
 def _check_headers(directory: Path, recorded: Any) -> None:
