@@ -135,6 +135,7 @@ class FeatureDirectory:
 
     Attributes:
         ids, lengths, supervised: per sample, its name, tokens and supervised tokens.
+        places: per sample, the shard that holds it and its first row there.
         metadata: what the writer kept with the index.
     """
 
@@ -145,6 +146,8 @@ class FeatureDirectory:
         self.ids = [entry.id for entry in self._index.samples]
         self.lengths = [entry.length for entry in self._index.samples]
         self.supervised = [entry.supervised for entry in self._index.samples]
+        shards = [self.path / name for name in self._index.shards]
+        self.places = [(shards[entry.shard], entry.start) for entry in self._index.samples]
 
     def __len__(self) -> int:
         return len(self._index.samples)

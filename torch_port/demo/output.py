@@ -14,6 +14,8 @@ from torch import Tensor
 from torch_port.data.atomic import atomic_directory, atomic_file
 from torch_port.data.batch import Batch
 from torch_port.errors import UserError
+from torch_port.formats.convert import write_checkpoint
+from torch_port.formats.port import memory_checkpoint
 from torch_port.models.dspark import DSparkDraft, FrozenTarget
 
 MARKER = "demo-run.json"  # written first: it says that the directory is a run of the demo
@@ -130,18 +132,12 @@ def save_case(
     } | ({"optimizer": optimizer} if optimizer else {})
     # Cloned: safetensors refuses tensors that share memory, and a tied head shares E's.
     copies = {name: value.detach().clone() for name, value in tensors.items()}
-    _save(directory, ("tensors", copies), ("case", case))
+    with atomic_directory(directory) as temporary:
+        save_file(copies, temporary / "tensors.safetensors", {"format": "pt"})
+        write_json(temporary / "case.json", case)
 
 
 def save_draft(directory: Path, draft: DSparkDraft) -> None:
-    """Write a draft in the field's `hf` layout: config.json and model.safetensors."""
-    _save(directory, ("model", draft.state_dict()), ("config", draft.config.to_hf()))
-
-
-def _save(
-    directory: Path, tensors: tuple[str, dict[str, Tensor]], document: tuple[str, dict[str, Any]]
-) -> None:
-    """Write a safetensors and a JSON file into a new directory, both or neither."""
-    with atomic_directory(directory) as temporary:
-        save_file(tensors[1], temporary / f"{tensors[0]}.safetensors", {"format": "pt"})
-        write_json(temporary / f"{document[0]}.json", document[1])
+    """Write a draft in the field's `hf` format: config.json and model.safetensors."""
+    checkpoint = memory_checkpoint(draft.algorithm, draft.config, draft.state_dict())
+    write_checkpoint(checkpoint, directory, "hf")

@@ -48,26 +48,25 @@ def feature_pieces(features: Sequence[FeatureDirectory], rows: int) -> list[Feat
 
 
 def _pieces_of(directory: FeatureDirectory, rows: int) -> Iterator[FeaturePiece]:
-    # No public reader gives a sample's place; opening a shard anew for every sample costs 50 times
-    # the reading.
-    shards, entries = directory._index.shards, directory._index.samples
+    # Runs, because opening a shard anew for every sample costs 50 times the reading.
     runs: list[Run] = []
     lengths: list[int] = []  # of the run that is open
-    shard, start, end, held = -1, 0, 0, 0
+    shard, start, end, held = directory.path, 0, 0, 0
 
     def close() -> None:
         if lengths:
-            runs.append(Run(directory.path / shards[shard], start, tuple(lengths)))
+            runs.append(Run(shard, start, tuple(lengths)))
             lengths.clear()
 
-    for entry in entries:
-        if (entry.shard, entry.start) != (shard, end):
+    for place, length in zip(directory.places, directory.lengths, strict=True):
+        if place != (shard, end):
             close()
         if not lengths:
-            shard, start, end = entry.shard, entry.start, entry.start
-        lengths.append(entry.length)
-        end += entry.length
-        held += entry.length
+            shard, start = place
+            end = start
+        lengths.append(length)
+        end += length
+        held += length
         if held >= rows:
             close()
             yield FeaturePiece(tuple(runs))
