@@ -23,12 +23,15 @@ class Answer:
 
     `failure` says how: "refused" (an error meant for users), "not built", or "broke off" (an
     exception that no user should see: a case the side does not understand, or a bug).
+    `cells` (of the blocks) and `stages` (terms of every slot) are the suite's, `parity.stages`.
     """
 
     loss: float = 0.0
     metrics: dict[str, tuple[Array, Array]] = field(default_factory=dict)
     gradients: dict[str, Array] = field(default_factory=dict)
     tensors: dict[str, Array] = field(default_factory=dict)
+    cells: dict[str, Array] = field(default_factory=dict)
+    stages: dict[str, Array] = field(default_factory=dict)
     error: str | None = None
     failure: str | None = None
 
@@ -42,7 +45,7 @@ def run_port(case: Case, dtype: str, answer: Callable[[Case, str], Answer] | Non
     from torch_port.errors import NotBuiltError, UserError
 
     try:
-        return (answer or _port_answer)(case, dtype)
+        return (answer or port_answer)(case, dtype)
     except NotBuiltError as error:
         return Answer(error=str(error), failure="not built")
     except UserError as error:
@@ -51,7 +54,8 @@ def run_port(case: Case, dtype: str, answer: Callable[[Case, str], Answer] | Non
         return _broke_off(error)
 
 
-def _port_answer(case: Case, dtype: str) -> Answer:
+def port_answer(case: Case, dtype: str) -> Answer:
+    """Answer a batch with the port; raises what the port raises."""
     import torch
 
     from torch_port.objective.families import family_of
@@ -80,17 +84,40 @@ def _port_answer(case: Case, dtype: str) -> Answer:
         tensors["confidence_logits"] = confidence
     return Answer(
         loss=loss.item(),
-        metrics={n: (a.numpy(), b.numpy()) for n, (a, b) in outcome.metrics.items()},
+        metrics={n: (to_numpy(a), to_numpy(b)) for n, (a, b) in outcome.metrics.items()},
         gradients={
-            name: (torch.zeros_like(p) if p.grad is None else p.grad).numpy()
+            name: to_numpy(torch.zeros_like(p) if p.grad is None else p.grad)
             for name, p in draft.named_parameters()
         },
-        tensors={name: value.detach().numpy() for name, value in tensors.items()},
+        tensors={name: to_numpy(value) for name, value in tensors.items()},
+        stages=_port_stages(outcome),
     )
 
 
+def _port_stages(outcome: Any) -> dict[str, Array]:
+    names = ("kept_mass", "teacher_top", "draft_top", "ce", "l1", "confidence_loss")
+    found = {name: getattr(outcome.terms, name) for name in names}
+    if hasattr(outcome, "weights"):  # DFlash's, D-PACE's among them
+        found["slot_weights"] = outcome.weights
+    return {name: to_numpy(value) for name, value in found.items()}
+
+
+def to_numpy(tensor: Any) -> Array:
+    """Return a tensor's values; bf16, which NumPy has not, as the float32 numbers they are."""
+    import torch
+
+    value = tensor.detach()
+    array: Array = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+    return array
+
+
+def _stored(dtype: str) -> str:
+    """The type in which NumPy holds what is then cast to `dtype`."""
+    return "float32" if dtype == "bfloat16" else dtype
+
+
 def port_draft(case: Case, dtype: str) -> tuple[Any, Any]:
-    """Build the port's (draft, frozen target) of a case."""
+    """Build the port's (draft, frozen target) of a case, in `dtype` ("bfloat16" too)."""
     import torch
 
     from torch_port.compute import ComputeConfig
@@ -103,9 +130,12 @@ def port_draft(case: Case, dtype: str) -> tuple[Any, Any]:
     weights = {name: torch.from_numpy(value) for name, value in case.group("weights").items()}
     draft.load_state_dict(weights)
     draft.to(getattr(torch, dtype))
-    frozen = as_dtype(case.group("target"), dtype)
+    frozen = as_dtype(case.group("target"), _stored(dtype))
     target = FrozenTarget(
-        torch.from_numpy(frozen["embed_tokens.weight"]), torch.from_numpy(frozen["lm_head.weight"])
+        *(
+            torch.from_numpy(frozen[f"{name}.weight"]).to(getattr(torch, dtype))
+            for name in ("embed_tokens", "lm_head")
+        )
     )
     return draft, target
 
@@ -123,8 +153,10 @@ def port_batch(arrays: dict[str, Array], dtype: str) -> Any:
 
     from torch_port.data.batch import Batch
 
-    tensors: dict[str, Any] = {n: torch.from_numpy(v) for n, v in as_dtype(arrays, dtype).items()}
-    return Batch(**tensors)
+    stored = as_dtype(arrays, _stored(dtype))
+    tensors: dict[str, Any] = {n: torch.from_numpy(v) for n, v in stored.items()}
+    batch = Batch(**tensors)
+    return batch if dtype != "bfloat16" else batch.to(torch.device("cpu"), torch.bfloat16)
 
 
 def setup_jax() -> None:
@@ -147,7 +179,7 @@ def run_spec(case: Case, dtype: str, answer: Callable[[Case, str], Answer] | Non
     from jaxdraft.config import NotBuilt
 
     try:
-        return (answer or _spec_answer)(case, dtype)
+        return (answer or spec_answer)(case, dtype)
     except NotBuilt as error:
         return Answer(error=str(error), failure="not built")
     except ValueError as error:
@@ -161,7 +193,8 @@ def _broke_off(error: Exception) -> Answer:
     return Answer(error=f"{type(error).__name__}: {first_line}", failure="broke off")
 
 
-def _spec_answer(case: Case, dtype: str) -> Answer:
+def spec_answer(case: Case, dtype: str) -> Answer:
+    """Answer a batch with the spec; raises what the spec raises."""
     from jaxdraft.config import DFLASH, ObjectiveConfig
     from jaxdraft.dflash import DFlashObjective, gradients_dflash
     from jaxdraft.evaluate import gradients

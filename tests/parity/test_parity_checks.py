@@ -11,7 +11,7 @@ from parity.cases import Case
 from parity.checks.losses import cross_check
 from parity.checks.training import trajectories
 from parity.compare import TOLERANCE
-from parity.emit import _draw
+from parity.draw import draw_recipe
 from parity.recipes import RECIPES, B, N, S
 
 BY_NAME = {recipe.name: recipe for recipe in RECIPES}
@@ -21,7 +21,7 @@ DFLASH = ("dflash-pruned", "dflash-full-nodecay", "dpace-both")
 
 
 def random_case(name: str, seed: int, density: float) -> Case:
-    case = _draw(BY_NAME[name], seed)
+    case = draw_recipe(BY_NAME[name], seed)
     random = np.random.default_rng(seed)
     tensors = dict(case.tensors)
     tensors["batch/loss_mask"] = (random.random((B, S)) < density).astype(np.float32)
@@ -81,7 +81,7 @@ def test_dflash_losses_metrics_and_gradients(name: str, seed: int, density: floa
 def test_both_refuse(name: str) -> None:
     from parity.sides import run_port, run_spec
 
-    case = _draw(BY_NAME[name], 5)
+    case = draw_recipe(BY_NAME[name], 5)
     for run in (run_port, run_spec):
         error = run(case, "float64").error
         assert error is not None
@@ -89,11 +89,11 @@ def test_both_refuse(name: str) -> None:
 
 
 def training_case(steps: int, name: str = "pruned-vanilla") -> Case:
-    case = _draw(BY_NAME[name], 3)
+    case = draw_recipe(BY_NAME[name], 3)
     tensors = {n: v for n, v in case.tensors.items() if not n.startswith("batch/")}
     kept = np.nonzero(tensors["weights/t2d"])[0]
     for step in range(steps):
-        other = _draw(BY_NAME[name], 100 + step).group("batch")
+        other = draw_recipe(BY_NAME[name], 100 + step).group("batch")
         other["input_ids"][:, ::2] = np.random.default_rng(step).choice(kept, (B, S // 2))
         for what, value in other.items():
             tensors[f"steps/{step}/{what}"] = value
