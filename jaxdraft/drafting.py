@@ -308,6 +308,11 @@ def _model_drafter(
 ) -> Drafter:
     kept = kept_ids(fitting_map(config, vocabulary))
     head_rows = target.lm_head[kept]
+    if tokenizer_size is not None and tokenizer_size > config.vocab_size:
+        raise ValueError(
+            f"tokenizer_size: expected at most vocab_size = {config.vocab_size}, got "
+            f"{tokenizer_size}: the head has a row for every id that a tokenizer can produce"
+        )
     # Kept ids ascend, so the padding ids among them are the last columns of z.
     proposable = kept if tokenizer_size is None else kept[kept < tokenizer_size]
     if proposable.shape[0] == 0:

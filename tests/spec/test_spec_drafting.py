@@ -224,6 +224,9 @@ def test_padding_ids_are_never_proposed_note_27(temperature):
     assert any((block.tokens >= 20).any() for block in proposed(None)[1])
     with pytest.raises(ValueError, match="tokenizer_size = 0 leaves none"):
         proposed(0)
+    # Fault: V_tok of another target's tokenizer taken (§1: V_tok ≤ V).
+    with pytest.raises(ValueError, match="at most vocab_size = 24, got 25"):
+        proposed(25)
 
 
 def test_the_sampled_draft_id_is_mapped_before_w1_note_28():
