@@ -174,8 +174,8 @@ def check_params(params: Any, config: DraftConfig | Eagle3Config, where: str) ->
         where: what the tree is from, for the message.
 
     Raises:
-        ValueError: names every parameter that is missing, unknown, of another shape, or no
-            floating number.
+        ValueError: names each parameter (the first eight) that is missing, unknown, of another
+            shape, or no floating number.
 
     Source: contracts §4 ("refuses … naming each"); field note 22.
     """
@@ -192,7 +192,8 @@ def check_params(params: Any, config: DraftConfig | Eagle3Config, where: str) ->
         elif not jnp.issubdtype(leaf.dtype, jnp.floating):
             problems.append(f"{name}: {leaf.dtype} holds no floating numbers")
     if problems:
-        raise ValueError(f"{where}: " + "; ".join(problems))
+        more = f" (and {len(problems) - 8} more)" if len(problems) > 8 else ""
+        raise ValueError(f"{where}: " + "; ".join(problems[:8]) + more)
 
 
 def _check_map(vocabulary: VocabularyMap | None, config: DraftConfig | Eagle3Config) -> None:

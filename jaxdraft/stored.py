@@ -134,4 +134,5 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
 
 def _unreadable(directory: Path, name: str, error: Exception) -> ValueError:
     words = (str(error) or type(error).__name__).split("\n", 1)[0]
+    words = words.split(" [tensorstore_spec", 1)[0]  # a page of settings
     return ValueError(f"{directory}: {name} cannot be read ({words}); copy the checkpoint again")

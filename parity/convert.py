@@ -10,6 +10,7 @@ orbax checkpoint are in memory at once.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -206,6 +207,7 @@ def refusals(directory: Path) -> Iterator[None]:
 
     A KeyError is a name outside `parity.names`.
     """
+    hook, sys.excepthook = sys.excepthook, _say_nothing
     try:
         yield
     except UserError:
@@ -218,3 +220,9 @@ def refusals(directory: Path) -> Iterator[None]:
         words = str(error.args[0]) if isinstance(error, KeyError) else str(error)
         place = "" if str(directory) in words else f"{directory}: "
         raise UserError(place + words.replace("\n", " ")) from None
+    finally:
+        sys.excepthook = hook
+
+
+def _say_nothing(*_: Any) -> None:
+    """When one array cannot be read, orbax's threads print a traceback for each of the others."""
