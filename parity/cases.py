@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 Array = NDArray[Any]
 FORMAT = 1
@@ -86,6 +86,23 @@ def _check_expectation(path: Path, expect: dict[str, Any]) -> None:
             f"{path}: expect must hold either an error (text), or a loss (number) and metrics "
             "{name: [numerator, denominator]}"
         )
+
+
+def write_case(directory: Path, case: Case) -> None:
+    """Write a case as a directory that `read_case` reads; its `compute` is not part of it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(
+        {name: np.ascontiguousarray(value) for name, value in sorted(case.tensors.items())},
+        directory / "tensors.safetensors",
+    )
+    document = {
+        "format": FORMAT,
+        "name": case.name,
+        "config": case.config,
+        "objective": case.objective,
+        "expect": case.expect,
+    } | case.extra
+    (directory / "case.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
 def list_cases(directory: Path) -> list[Path]:

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
 
-from parity.cases import FORMAT, Case, CaseError
+from parity.cases import FORMAT, Case, CaseError, write_case
 from parity.draw import draw_recipe
 from parity.recipes import RECIPES, S
 from parity.sides import Answer
@@ -172,7 +171,6 @@ def _write_manifest(directory: Path) -> None:
 
 
 def _write(directory: Path, case: Case, answer: Answer, error: str | None) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
     tensors = dict(case.tensors)
     expect: dict[str, Any] = {"error": error}
     if error is None:
@@ -182,15 +180,4 @@ def _write(directory: Path, case: Case, answer: Answer, error: str | None) -> No
         }
         tensors |= {f"expect/grad/{n}": v for n, v in answer.gradients.items()}
         tensors |= {f"expect/{n}": v for n, v in answer.tensors.items()}
-    save_file(
-        {name: np.ascontiguousarray(value) for name, value in sorted(tensors.items())},
-        directory / "tensors.safetensors",
-    )
-    document = {
-        "format": FORMAT,
-        "name": case.name,
-        "config": case.config,
-        "objective": case.objective,
-        "expect": expect,
-    } | case.extra
-    (directory / "case.json").write_text(json.dumps(document, indent=1) + "\n")
+    write_case(directory, replace(case, tensors=tensors, expect=expect))

@@ -9,14 +9,21 @@ longest prefix whose Π σ(c) stays at or above it is verified). The target is n
 
 from __future__ import annotations
 
+import time
+import zlib
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from parity.cases import Array, Case, as_dtype
+from parity.checks.base import Check, CheckResult, Measured, Plan, record
 from parity.compare import Comparison, compare_answers
+from parity.draw import draw_recipe
+from parity.recipes import Recipe, V
 from parity.sides import Answer, port_draft, run_port, run_spec, spec_draft
+from parity.tolerances import EXACT
 
 
 def spec_decoding(case: Case, dtype: str) -> Answer:
@@ -115,3 +122,100 @@ def compare_decoding(case: Case, dtype: str) -> Comparison:
 
 def _told(answer: Answer) -> str:
     return f"{answer.tensors['tokens'].tolist()} in {answer.tensors['rounds'].tolist()}"
+
+
+# --- The suite's check --------------------------------------------------------------------------
+
+NAME = "decoding"
+QUICK, WHOLE = 6, 120  # random cases of each kind
+PROPOSALS, LIMIT = 3, 12  # of every drawn case: one limit and one number of proposals share shapes
+# A recipe's config and layout. The spec compiles once for each.
+KINDS: dict[str, tuple[dict[str, Any], str]] = {
+    "vanilla": ({}, "dspark"),
+    "gated": ({"markov_head_type": "gated"}, "dspark"),
+    "rnn, unpruned": ({"markov_head_type": "rnn", "draft_vocab_size": None}, "dspark"),
+    "no head": ({"confidence_head_with_markov": False}, "dspark"),
+    "dflash": ({}, "dflash"),
+    "dflash, unpruned": ({"draft_vocab_size": None}, "dflash"),
+}
+
+
+def drawn_decoding(kind: str, seed: int, agreement: float, **asked: Any) -> Case:
+    """Draw a decoding case: weights, target, prompt and uniforms; `asked` are its settings."""
+    config, layout = KINDS[kind]
+    recipe = Recipe(kind, config, decoding={"limit": LIMIT}, layout=layout, agreement=agreement)
+    case = draw_recipe(recipe, seed)
+    if kind == "no head":  # the target still leans on the bias that the draft had
+        nested = case.config["dflash_config"] | {"markov_rank": 0}
+        rest = {name: value for name, value in case.tensors.items() if "markov_head" not in name}
+        case = replace(case, config=case.config | {"dflash_config": nested}, tensors=rest)
+    settings = {"proposals": PROPOSALS, "limit": LIMIT, "end_of_text": None, "temperature": 0.8}
+    return replace(case, extra={"decoding": settings | asked})
+
+
+def _drawn(kind: str, seed: int, number: int) -> Case:
+    """Draw case `number` of a run's seed: greedy every fourth time, half of those with ties."""
+    key = zlib.crc32(f"{kind}/{seed}/{number}".encode())
+    random = np.random.default_rng([19, key])
+    asked: dict[str, Any] = {"temperature": float(random.choice([0.3, 0.8, 2.0]))}
+    if number % 4 == 0:
+        asked["temperature"] = 0.0
+    if random.random() < 0.5:
+        asked["end_of_text"] = int(random.integers(V))
+    if random.random() < 0.4:
+        asked["tokenizer_size"] = int(random.choice([20, 32]))
+    if random.random() < 0.3:
+        asked["confidence_threshold"] = float(random.choice([0.03, 0.2]))
+    case = drawn_decoding(kind, key, float(random.choice([0.3, 0.6, 1.0])), **asked)
+    if number % 8 == 0:  # whole numbers: ties at temperature 0
+        ties = {"toy/logits": np.round(case.tensors["toy/logits"])}
+        case = replace(case, tensors=case.tensors | ties)
+    return replace(case, name=f"{kind} #{number}")
+
+
+def measure_decoding(case: Case, dtype: str = "float64") -> tuple[list[Measured], str]:
+    """Return the comparisons of a case in the order of the rounds, and what was said."""
+    compared = compare_decoding(case, dtype)
+    if compared.refusal is not None:
+        return [Measured(NAME, "refusal", 0.0, EXACT)], compared.refusal
+    if not compared.errors["tensors"]:
+        stage = f"an answer ({compared.problem})"
+        return [Measured(NAME, stage, float("inf"), EXACT)], ""
+    # Rounds before tokens: how many were accepted decides what stands where.
+    return [
+        Measured(NAME, name, compared.errors["tensors"].get(name, float("inf")), EXACT)
+        for name in ("rounds", "tokens")
+    ], compared.problem or ""
+
+
+def run_decoding(plan: Plan) -> CheckResult:
+    """Decode drawn cases on both sides with the same uniforms."""
+    result, started = CheckResult(NAME), time.monotonic()
+    kinds = [kind for kind in KINDS if plan.wants(kind)]
+    count, done = plan.count(QUICK, WHOLE), 0
+    for kind in kinds:
+        for number in range(count):
+            case = _drawn(kind, plan.seed, number)
+            measured, text = measure_decoding(case)
+            failed = record({NAME: result}, kind, case, measured, text=text)
+            done += 1
+            plan.progress(done, count * len(kinds))
+            if failed and (plan.first_only or len(result.findings) >= 3):
+                break
+    result.seconds = time.monotonic() - started
+    return result
+
+
+CHECK = Check(
+    NAME,
+    "given the same uniforms in §10's order: the same tokens, and in every round the same numbers "
+    "proposed, accepted, committed; greedy and sampled, pruned and not, with an end of text",
+    ("§6", "§10"),
+    run_decoding,
+    (
+        "EAGLE3, for which neither side decodes",
+        "a uniform within rounding (1e-15) of a boundary, which none of the drawn ones is",
+        "the distribution of the output: the specification's own tests enumerate it",
+        "the port's caches on a device; the compared decoding is the plain one",
+    ),
+)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from parity.cases import Array, Case, as_dtype
+from parity.checks.base import Check, CheckResult, Measured, Plan, record
 from parity.checks.eagle3 import port_eagle3_draft
+from parity.checks.optimizer import compare_masters, masters_case
 from parity.compare import relative_error
+from parity.configurations import BY_NAME
+from parity.draw import draw_recipe
 from parity.names import BUFFERS, EAGLE3_TABLE, TABLE, to_flax, to_torch
+from parity.recipes import OPTIMIZER
 from parity.sides import (
     Answer,
     port_batch,
@@ -21,6 +27,7 @@ from parity.sides import (
     spec_batch,
     spec_draft,
 )
+from parity.tolerances import EXACT, TRAINING
 
 # Per step and dtype: the largest relative error of a loss, and of any parameter tensor.
 # float64: gradients agree to 1e-14 or so of a tensor's maximum; AdamW divides by sqrt(v) + 1e-8, so
@@ -38,14 +45,26 @@ _WITHOUT_ANCHORS = {
 
 
 @dataclass(frozen=True)
+class AfterStep:
+    """One side after a step: the loss before the update, then parameters and both moments."""
+
+    loss: float
+    parameters: dict[str, Array]
+    first: dict[str, Array]
+    second: dict[str, Array]
+
+
+@dataclass(frozen=True)
 class TrajectoryStep:
-    """One step of both runs: the losses before the update, the worst parameter after it."""
+    """One step of both runs: the losses before the update, worst parameter and moment after it."""
 
     step: int
     loss_port: float
     loss_spec: float
     worst_name: str
     worst_error: float
+    moment_name: str = ""
+    moment_error: float = 0.0
 
     @property
     def loss_error(self) -> float:
@@ -65,12 +84,36 @@ def trajectories(
     batches = step_batches(case)
     runs = zip(_port_run(case, batches, dtype), _spec_run(case, batches, dtype), strict=True)
     result = []
-    for index, ((port_loss, port), (spec_loss, spec)) in enumerate(runs, start=1):
-        errors = {name: relative_error(port[name], spec[name]) for name in spec}
-        worst = max(errors, key=lambda name: errors[name])
-        result.append(TrajectoryStep(index, port_loss, spec_loss, worst, errors[worst]))
+    for index, (port, spec) in enumerate(runs, start=1):
+        worst, error = _worst(port.parameters, spec.parameters)
+        moments = [
+            (f"{which} moment of {name}", off)
+            for which, (name, off) in (
+                ("first", _worst(port.first, spec.first, scaled=True)),
+                ("second", _worst(port.second, spec.second, scaled=True)),
+            )
+        ]
+        moment = max(moments, key=lambda pair: pair[1])
+        result.append(TrajectoryStep(index, port.loss, spec.loss, worst, error, *moment))
         on_step(index, len(batches))
     return result
+
+
+def _worst(
+    got: Mapping[str, Array], expected: Mapping[str, Array], scaled: bool = False
+) -> tuple[str, float]:
+    """Return (name, error) of the tensor that is furthest off; `scaled` without the floor.
+
+    Second moments are squares of small gradients: beside a floor of 1e-2 they would not be seen.
+    """
+    if set(got) != set(expected):
+        return ", ".join(sorted(set(got) ^ set(expected))), float("inf")
+    errors = {}
+    for name, value in expected.items():
+        size = max(float(np.abs(value).max(initial=0.0)), 1e-30) if scaled else 1.0
+        errors[name] = relative_error(got[name] / size, value / size)
+    # Before the first update there are no moments.
+    return max(errors.items(), key=lambda item: item[1]) if errors else ("", 0.0)
 
 
 def port_training(case: Case, dtype: str) -> Answer:
@@ -83,11 +126,12 @@ def spec_training(case: Case, dtype: str) -> Answer:
     return _as_answer(_spec_run(case, step_batches(case), dtype))
 
 
-def _as_answer(run: Iterator[tuple[float, dict[str, Array]]]) -> Answer:
+def _as_answer(run: Iterator[AfterStep]) -> Answer:
     losses: list[float] = []
     weights: dict[str, Array] = {}
-    for loss, weights in run:  # noqa: B007 (the last step's weights are the answer)
-        losses.append(loss)
+    for after in run:
+        losses.append(after.loss)
+        weights = after.parameters  # the last step's are the answer
     return Answer(
         loss=losses[-1],
         metrics={"loss_by_step": (np.array(losses), np.ones(len(losses)))},
@@ -103,9 +147,7 @@ def step_batches(case: Case) -> list[dict[str, Array]]:
     return [case.group(f"steps/{number}") for number in numbers]
 
 
-def _port_run(
-    case: Case, batches: list[dict[str, Array]], dtype: str
-) -> Iterator[tuple[float, dict[str, Array]]]:
+def _port_run(case: Case, batches: list[dict[str, Array]], dtype: str) -> Iterator[AfterStep]:
     from torch_port.config_eagle3 import Eagle3Objective
     from torch_port.training.optimizer import MasterAdamW, OptimizerConfig
     from torch_port.training.step import training_step
@@ -125,15 +167,16 @@ def _port_run(
         report = training_step(
             draft, optimizer, [port_batch(arrays, dtype)], target, objective, step
         )
-        yield (
+        moments = optimizer.moments()
+        yield AfterStep(
             report.loss,
             {name: p.detach().numpy().copy() for name, p in draft.named_parameters()},
+            {name: first.numpy().copy() for name, (first, _) in moments.items()},
+            {name: second.numpy().copy() for name, (_, second) in moments.items()},
         )
 
 
-def _spec_run(
-    case: Case, batches: list[dict[str, Array]], dtype: str
-) -> Iterator[tuple[float, dict[str, Array]]]:
+def _spec_run(case: Case, batches: list[dict[str, Array]], dtype: str) -> Iterator[AfterStep]:
     setup_jax()
     from jaxdraft.training import OptimizerConfig
 
@@ -146,13 +189,24 @@ def _spec_run(
         run = _spec_dflash(case, optimizer, batches, dtype)
     else:
         run = _spec_dspark(case, optimizer, batches, dtype)
-    for loss, params in run:
-        yield loss, {name: np.asarray(value) for name, value in to_torch(params, table).items()}
+    for loss, *trees in run:
+        yield AfterStep(loss, *(to_torch(tree, table) for tree in trees))
+
+
+# A loss, then parameters and moments as trees.
+SpecRun = Iterator[tuple[float, Any, Any, Any]]
+
+
+def _moments(state: Any) -> tuple[Any, Any]:
+    """Read AdamW's two moments from the state of optax's chain."""
+    import optax
+
+    return optax.tree.get(state, "mu"), optax.tree.get(state, "nu")
 
 
 def _spec_dspark(
     case: Case, optimizer: Any, batches: list[dict[str, Array]], dtype: str
-) -> Iterator[tuple[float, Any]]:
+) -> SpecRun:
     from jaxdraft import training
     from jaxdraft.config import ObjectiveConfig
 
@@ -162,12 +216,12 @@ def _spec_dspark(
     for arrays in batches:
         state, report = training.train_step(state, spec_batch(arrays, dtype))
         training.check_step(objective, report)
-        yield float(report.evaluation.loss), state.params
+        yield float(report.evaluation.loss), state.params, *_moments(state.optimizer_state)
 
 
 def _spec_dflash(
     case: Case, optimizer: Any, batches: list[dict[str, Array]], dtype: str
-) -> Iterator[tuple[float, Any]]:
+) -> SpecRun:
     from jaxdraft.dflash import DFlashObjective, gradients_dflash
 
     config, params, target, vocabulary = spec_draft(case, dtype)
@@ -182,7 +236,7 @@ def _spec_dflash(
 
 def _spec_eagle3(
     case: Case, optimizer: Any, batches: list[dict[str, Array]], dtype: str
-) -> Iterator[tuple[float, Any]]:
+) -> SpecRun:
     import jax.numpy as jnp
     from jax import tree_util
 
@@ -211,7 +265,7 @@ def _spec_steps(
     params: Any,
     gradients: Callable[[Any, dict[str, Array]], tuple[Any, Any]],
     batches: list[dict[str, Array]],
-) -> Iterator[tuple[float, Any]]:
+) -> SpecRun:
     """Compose §14 of the spec's parts for a draft that `train_step` does not train.
 
     Order as there: spike guard on the norm, clip and AdamW's direction, rate of the step.
@@ -235,4 +289,94 @@ def _spec_steps(
                 params = jax.tree.map(
                     lambda p, d, r=rate: p - r.astype(p.dtype) * d, params, direction
                 )
-        yield float(evaluation.loss), params
+        yield float(evaluation.loss), params, *_moments(moments)
+
+
+# --- The suite's check --------------------------------------------------------------------------
+
+NAME = "training"
+STEPS, FEW_STEPS = 50, 12  # the latter in a quick run, of all but one family
+# What is trained: a configuration of the suite, and what its optimizer does besides.
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "pruned-vanilla": ("pruned-vanilla", {}),
+    "dflash-pruned": ("dflash-pruned", {}),
+    "dpace-both": ("dpace-both", {}),
+    "eagle3-pruned": ("eagle3-pruned", {}),
+    # A norm that is 1.2 times the mean is a spike here: both must skip the same steps.
+    "dflash-pruned, spikes": ("dflash-pruned", {"spike_multiple": 1.2}),
+}
+MASTERS_RUN = "bf16 masters"
+
+
+def drawn_run(configuration: str, seed: int, steps: int, **numbers: Any) -> Case:
+    """Draw a training case: weights of a configuration, and as many batches of it.
+
+    Half of the tokens are kept ones, so that every batch has labels to learn. `numbers` replace the
+    optimizer's: warm-up of 3 steps, weight decay 0.1, a clip at 1.
+    """
+    recipe = BY_NAME[configuration].recipe
+    case = draw_recipe(recipe, 1000 * seed + 3)
+    tensors = {n: v for n, v in case.tensors.items() if not n.startswith("batch/")}
+    kept = np.nonzero(tensors["weights/t2d"])[0]
+    for step in range(steps):
+        batch = draw_recipe(recipe, 1000 * seed + 100 + step).group("batch")
+        rows, seq = batch["input_ids"].shape
+        random = np.random.default_rng([seed, step])
+        batch["input_ids"][:, ::2] = random.choice(kept, (rows, seq // 2))
+        tensors |= {f"steps/{step}/{what}": value for what, value in batch.items()}
+    optimizer = OPTIMIZER | {"warmup_steps": 3, "total_steps": steps} | numbers
+    return replace(case, tensors=tensors, extra=case.extra | {"optimizer": optimizer})
+
+
+def run_training(plan: Plan) -> CheckResult:
+    """Train every family on both sides; compare losses, moments and parameters step by step."""
+    result, started = CheckResult(NAME), time.monotonic()
+    chosen = [name for name in (*RUNS, MASTERS_RUN) if plan.wants(name)]
+    for done, name in enumerate(chosen, start=1):
+        if name == MASTERS_RUN:
+            case = masters_case(plan.seed)
+            record({NAME: result}, name, case, compare_masters(case), "float32")
+        else:
+            base, numbers = RUNS[name]
+            few = plan.quick and name != "pruned-vanilla"
+            case = drawn_run(base, plan.seed, FEW_STEPS if few else STEPS, **numbers)
+            measured, curve = compare_runs(case)
+            record({NAME: result}, name, case, measured)
+            result.curves[name] = curve
+        plan.progress(done, len(chosen))
+        if plan.first_only and result.findings:
+            break
+    result.seconds = time.monotonic() - started
+    return result
+
+
+def compare_runs(case: Case, dtype: str = "float64") -> tuple[list[Measured], list[float]]:
+    """Return every step's comparisons, and the worst parameter's error after each step."""
+    try:
+        steps = trajectories(case, dtype)
+    except Exception as problem:  # noqa: BLE001 (a side that breaks off is a disagreement)
+        stage = f"a step ({type(problem).__name__}: {problem})"
+        return [Measured(NAME, stage, float("inf"), EXACT)], []
+    measured = []
+    for step in steps:
+        for what, error, allowed in (
+            ("loss", step.loss_error, TRAINING["loss"]),
+            (step.moment_name, step.moment_error, TRAINING["moments"]),
+            (f"parameter {step.worst_name}", step.worst_error, TRAINING["parameters"]),
+        ):
+            measured.append(Measured(NAME, f"step {step.step}: {what}", error, allowed))
+    return measured, [step.worst_error for step in steps]
+
+
+CHECK = Check(
+    NAME,
+    "AdamW with warm-up and cosine, clip, weight decay and spike guard over 50 steps of every "
+    "family: losses, both moments, every parameter, step by step; float32 masters of bf16 weights",
+    ("§8", "§11", "§14"),
+    run_training,
+    (
+        "several ranks, micro-batches, and a resumed run: the port's own tests have them",
+        "the draw of the anchors, which each side does with its own generator",
+        "DFlash and EAGLE3 steps of the spec are composed of its parts here: it has no such step",
+    ),
+)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from parity.cases import Case
 from parity.checks.losses import cross_check
-from parity.checks.training import trajectories
+from parity.checks.training import drawn_run, trajectories
 from parity.compare import TOLERANCE
 from parity.draw import draw_recipe
 from parity.recipes import RECIPES, B, N, S
@@ -88,29 +88,6 @@ def test_both_refuse(name: str) -> None:
         assert BY_NAME[name].error in error
 
 
-def training_case(steps: int, name: str = "pruned-vanilla") -> Case:
-    case = draw_recipe(BY_NAME[name], 3)
-    tensors = {n: v for n, v in case.tensors.items() if not n.startswith("batch/")}
-    kept = np.nonzero(tensors["weights/t2d"])[0]
-    for step in range(steps):
-        other = draw_recipe(BY_NAME[name], 100 + step).group("batch")
-        other["input_ids"][:, ::2] = np.random.default_rng(step).choice(kept, (B, S // 2))
-        for what, value in other.items():
-            tensors[f"steps/{step}/{what}"] = value
-    optimizer = {
-        "peak_rate": 3e-2,
-        "final_rate": 1e-3,
-        "warmup_steps": 3,
-        "total_steps": steps,
-        "beta1": 0.9,
-        "beta2": 0.95,
-        "eps": 1e-8,
-        "weight_decay": 0.1,
-        "max_grad_norm": 1.0,
-    }
-    return replace(case, tensors=tensors, extra=case.extra | {"optimizer": optimizer})
-
-
 @pytest.mark.parametrize("name", ["pruned-vanilla", "dflash-pruned", "dpace-both", "eagle3-pruned"])
 def test_twelve_adamw_steps_follow_each_other(name: str) -> None:
     """Faults: schedule off by a step, decay on norms, clip with 1e-6, moments swapped; D-PACE's
@@ -119,9 +96,10 @@ def test_twelve_adamw_steps_follow_each_other(name: str) -> None:
     Step 11 comes after step 2 only when batches are ordered as numbers. The bound is closer than
     the one for cases of any kind: these runs agree to 6e-15, and a bias of 1e-12 is no rounding.
     """
-    case = training_case(12, name)
+    case = drawn_run(name, 0, 12)
     steps = trajectories(case, "float64")
     assert [step.step for step in steps] == list(range(1, 13))
     assert steps[-1].loss_port != steps[0].loss_port
     assert max(step.loss_error for step in steps) <= 1e-12
     assert max(step.worst_error for step in steps) <= 1e-12
+    assert max(step.moment_error for step in steps) <= 1e-12

@@ -9,34 +9,7 @@ from hypothesis import strategies as st
 
 import torch_port.decoding as port
 import torch_port.verification as verification
-from parity.cases import Case
-from parity.checks.decoding import compare_decoding
-from parity.draw import draw_recipe
-from parity.recipes import Recipe
-
-# The spec compiles once for each of these; one limit and one number of proposals share shapes.
-KINDS: dict[str, tuple[dict[str, object], str]] = {
-    "vanilla": ({}, "dspark"),
-    "gated": ({"markov_head_type": "gated"}, "dspark"),
-    "rnn, unpruned": ({"markov_head_type": "rnn", "draft_vocab_size": None}, "dspark"),
-    "no head": ({"confidence_head_with_markov": False}, "dspark"),
-    "dflash": ({}, "dflash"),
-    "dflash, unpruned": ({"draft_vocab_size": None}, "dflash"),
-}
-N, LIMIT = 3, 8
-
-
-def drawn(kind: str, seed: int, agreement: float, **asked: object) -> Case:
-    """A decoding case with drawn weights, target, prompt and uniforms."""
-    config, layout = KINDS[kind]
-    recipe = Recipe(kind, config, decoding={"limit": LIMIT}, layout=layout, agreement=agreement)
-    case = draw_recipe(recipe, seed)
-    if kind == "no head":  # the target still leans on the bias that the draft had
-        nested = case.config["dflash_config"] | {"markov_rank": 0}
-        rest = {name: value for name, value in case.tensors.items() if "markov_head" not in name}
-        case = replace(case, config=case.config | {"dflash_config": nested}, tensors=rest)
-    decoding = {"proposals": N, "limit": LIMIT, "end_of_text": None, "temperature": 0.8}
-    return replace(case, extra={"decoding": decoding | asked})
+from parity.checks.decoding import KINDS, compare_decoding, drawn_decoding
 
 
 @settings(max_examples=30)
@@ -70,7 +43,7 @@ def test_the_same_uniforms_give_the_same_tokens(
         asked["tokenizer_size"] = tokenizer_size
     if threshold is not None:
         asked["confidence_threshold"] = threshold
-    case = drawn(kind, seed, agreement, **asked)
+    case = drawn_decoding(kind, seed, agreement, **asked)
     if rounded:
         ties = {"toy/logits": np.round(case.tensors["toy/logits"])}
         case = replace(case, tensors=case.tensors | ties)
@@ -83,12 +56,14 @@ def test_the_same_uniforms_give_the_same_tokens(
 @pytest.mark.parametrize("asked", [{"proposals": 5}, {"proposals": 0}, {"tokenizer_size": 0}])
 def test_both_refuse(asked: dict[str, object]) -> None:
     """Fault: more proposals than a block has, or none possible, drafted by one of the two."""
-    assert compare_decoding(drawn("vanilla", 3, 0.6, **asked), "float64").refusal is not None
+    assert (
+        compare_decoding(drawn_decoding("vanilla", 3, 0.6, **asked), "float64").refusal is not None
+    )
 
 
 def test_what_one_side_refuses_is_no_agreement() -> None:
     """Fault: a check that passes whatever it could not compare."""
-    case = drawn("vanilla", 3, 0.6)
+    case = drawn_decoding("vanilla", 3, 0.6)
     del case.tensors["toy/hidden_states"]
     problem = compare_decoding(case, "float64").problem
     assert problem is not None
@@ -97,7 +72,7 @@ def test_what_one_side_refuses_is_no_agreement() -> None:
 
 def test_the_check_tells_a_wrong_port(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault: a check that a program with other tokens passes: a residual that forgets q, say."""
-    case = drawn("vanilla", 7, 0.6)
+    case = drawn_decoding("vanilla", 7, 0.6)
     assert compare_decoding(case, "float64").passes(0)
     monkeypatch.setattr(verification, "residual", lambda p, _: p)
     problem = compare_decoding(case, "float64").problem
