@@ -17,7 +17,9 @@ from parity.cases import CaseError
 from parity.checkpoint_commands import convert_command, diff_command, show_command
 from parity.demo import check_demo
 from parity.emit import emit as write_vectors
+from parity.mutant_commands import mutants_command
 from parity.selection import compare_rules, markdown
+from parity.suite_commands import replay_command, run_command
 from parity.vectors import run_vectors
 from torch_port.errors import UserError
 
@@ -30,8 +32,11 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 app.command("convert")(convert_command)
+app.command("run")(run_command)
+app.command("replay")(replay_command)
 app.command("show")(show_command)
 app.command("diff")(diff_command)
+app.command("mutants")(mutants_command)
 console = Console()
 
 
