@@ -73,11 +73,12 @@ def run_suite(
     names: Sequence[str] = CHECKS,
     workers: int = WORKERS,
     progress: Progress = lambda done, total, what: None,
+    on_finding: Callable[[Finding], None] = lambda finding: None,
 ) -> SuiteResult:
     """Run checks in worker processes; with no worker, here.
 
     Arguments: the plan (its own `progress` is not called); the checks by name; `progress(done,
-    total, what)`, cases of the tasks that have begun and tasks that are left.
+    total, what)`, tasks that are done and cases so far; `on_finding` as soon as one is known.
     Raises RuntimeError when a worker dies.
     """
     started = time.monotonic()
@@ -91,6 +92,8 @@ def run_suite(
     for found in _run_tasks(tasks(plan, names), plan, workers, progress):
         for name, result in found.items():
             suite.results[name].add(result)
+            for finding in result.findings[:1]:
+                on_finding(finding)
     suite.seconds = time.monotonic() - started
     return suite
 

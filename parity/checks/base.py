@@ -92,7 +92,7 @@ class CheckResult:
     findings: list[Finding] = field(default_factory=list)
     curves: dict[str, list[float]] = field(default_factory=dict)  # error by step (training)
     edges: int = 0  # how many of the cases are of the fixed list
-    seconds: float = 0.0
+    seconds: float = 0.0  # of CPU: the workers have one thread each
 
     @property
     def agrees(self) -> bool:

@@ -30,7 +30,7 @@ _BLOCK_FORMATS = ("hf", "deepspec", "speculators", "port", "orbax")
 
 def run_checkpoints(plan: Plan) -> CheckResult:
     """Convert drawn drafts between all formats; a quick run, one draft from hf and back."""
-    result, started = CheckResult(NAME), time.monotonic()
+    result, started = CheckResult(NAME), time.process_time()
     names = CHOSEN[:1] if plan.quick and plan.configurations is None else CHOSEN
     chosen = [BY_NAME[name] for name in names if plan.wants(name)]
     pairs = list(product(_BLOCK_FORMATS, _BLOCK_FORMATS))
@@ -41,7 +41,7 @@ def run_checkpoints(plan: Plan) -> CheckResult:
         case = replace(drawn, extra={NAME: [list(pair) for pair in pairs]})
         record({NAME: result}, configuration.name, case, compare_conversions(case))
         plan.progress(done, len(chosen))
-    result.seconds = time.monotonic() - started
+    result.seconds = time.process_time() - started
     return result
 
 
