@@ -78,7 +78,7 @@ def digit_in_header(draw: random.Random, directory: Path) -> str:
     content = bytearray(file.read_bytes())
     (size,) = struct.unpack("<Q", content[:8])
     at = draw.choice([i for i in range(8, 8 + size) if chr(content[i]).isdigit()])
-    content[at] = ord(draw.choice("0123456789"))
+    content[at] = ord(draw.choice([digit for digit in "0123456789" if ord(digit) != content[at]]))
     file.write_bytes(content)
     return f"digit at {at}"
 
@@ -138,20 +138,30 @@ def another_dtype(draw: random.Random, directory: Path) -> str:
     return f"{old} to {new}"
 
 
-def moved_offsets(draw: random.Random, directory: Path) -> str:
+def exchanged_offsets(draw: random.Random, directory: Path) -> str:
+    """Two tensors exchange places: with equal sizes that is an exchange of names."""
+    file = tensor_file(draw, directory)
+    header, values = header_of(file)
+    first = draw.choice(names(header))
+    rest = [name for name in names(header) if name != first]
+    alike = [name for name in rest if header[name]["shape"] == header[first]["shape"]]
+    second = draw.choice(alike or rest)
+    one, other = header[first], header[second]
+    one["data_offsets"], other["data_offsets"] = other["data_offsets"], one["data_offsets"]
+    write_header(file, header, values)
+    return f"{first}, {second}"
+
+
+def broken_offsets(draw: random.Random, directory: Path) -> str:
+    """A tensor's place overlaps another one's, or ends before it starts."""
     file = tensor_file(draw, directory)
     header, values = header_of(file)
     first, second = draw.sample(names(header), 2)
-    how = draw.choice(["exchanged", "same", "shifted", "reversed"])
-    one, other = header[first]["data_offsets"], header[second]["data_offsets"]
-    if how == "exchanged":
-        header[first]["data_offsets"], header[second]["data_offsets"] = other, one
-    elif how == "same":
-        header[first]["data_offsets"] = other
-    elif how == "shifted":
-        header[first]["data_offsets"] = [one[0] + 2, one[1] + 2]
-    else:
-        header[first]["data_offsets"] = one[::-1]
+    how = draw.choice(["same", "shifted", "reversed"])
+    start, end = header[first]["data_offsets"]
+    other = header[second]["data_offsets"]
+    ways = {"same": other, "shifted": [start + 2, end + 2], "reversed": [end, start]}
+    header[first]["data_offsets"] = ways[how]
     write_header(file, header, values)
     return f"{how} {first}, {second}"
 
@@ -369,11 +379,12 @@ def one_dtype(draw: random.Random, directory: Path) -> str:
 
 
 HEADERS: list[Fault] = [flipped_in_header, digit_in_header, swapped_names, renamed]
-HEADERS += [another_shape, another_dtype, moved_offsets]
+HEADERS += [another_shape, another_dtype, exchanged_offsets, broken_offsets]
 FILES: list[Fault] = [truncated, longer, no_tensor, file_gone, not_a_file, of_another]
 CONFIGS: list[Fault] = [strange_config, lost_or_new_field, contradicted_size, broken_json]
 RECORDS: list[Fault] = [record_changed, training_changed]
-# Faults that show in a checkpoint of another writer too, which carries no digest of its header.
+# Faults that show in a checkpoint of another writer too, which carries no digest of its header:
+# there two tensors of one shape that exchange their names are another checkpoint.
 FOREIGN: list[Fault] = [flipped_in_header, digit_in_header, renamed, another_shape, one_dtype]
-FOREIGN += [moved_offsets, truncated, longer, no_tensor, file_gone, not_a_file]
+FOREIGN += [broken_offsets, truncated, longer, no_tensor, file_gone, not_a_file]
 SHARDED: list[Fault] = [*FOREIGN, lying_index, shard_of_another]

@@ -254,3 +254,34 @@ def test_directories_that_lack_a_file(kind: str, present: list[str], tmp_path: P
         if file.name not in present:
             file.unlink()
     refuse(directory, "no weights" if present == ["config.json"] else "no checkpoint")
+
+
+@pytest.mark.parametrize("name", ["speculators_model_type", "speculators_config"])
+def test_speculators_files_without_what_names_them(name: str, tmp_path: Path) -> None:
+    """Faults: read as another format, with twenty complaints; the verifier lost without a word."""
+    fields = speculators_fields(PRUNED)
+    del fields[name]
+    directory = write_draft(tmp_path / "a", PRUNED, "speculators")
+    (directory / "config.json").write_text(json.dumps(fields))
+    refuse(directory, name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        ("eagle3", "eagle_config", [10**12]),
+        ("eagle3", "eagle_config", "x"),
+        ("speculators", "transformer_layer_config__layer_types", 10**40),
+        ("speculators", "speculators_model_type", ["dspark"]),
+        ("hf", "use_sliding_window", "yes"),
+    ],
+)
+def test_values_of_another_kind(kind: str, field: str, value: object, tmp_path: Path) -> None:
+    """Found by the fuzz. Fault: a TypeError from the middle of a reader."""
+    if kind != "eagle3":
+        refuse(with_config(tmp_path, kind, **{field: value}), field.split("__")[-1])
+        return
+    directory = write_eagle3(tmp_path / "a")
+    config = read_json(directory / "config.json") | {field: value}
+    (directory / "config.json").write_text(json.dumps(config))
+    refuse(directory, field)

@@ -22,6 +22,7 @@ from format_toys import (
     read_tensors,
     target_tensors,
     write,
+    write_draft,
     write_eagle3,
 )
 from torch import Tensor
@@ -139,3 +140,15 @@ def test_padded_head_rows_are_no_pruning(tmp_path: Path) -> None:
     refuse(
         write(tmp_path / "a", deepspec_fields(case), tensors), "8 rows more.*padding, no pruning"
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("deepspec", HEAD), ("deepspec", EMBEDDING), ("speculators", HEAD)]
+)
+def test_what_a_format_always_carries(kind: str, name: str, tmp_path: Path) -> None:
+    """Field-note 22. Fault: a file that lost its head is read as one that never had it."""
+    directory = write_draft(tmp_path / "whole", PRUNED, kind)
+    tensors = read_tensors(directory)
+    del tensors[name]
+    source = write(tmp_path / "a", read_json(directory / "config.json"), tensors)
+    refuse(source, f"{name}: missing")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch_port.config import FULL, DraftConfig
+from torch_port.config import FULL, SLIDING, DraftConfig
 from torch_port.config_eagle3 import CAPTURED, Eagle3Config
 from torch_port.errors import UserError
 
@@ -128,12 +128,17 @@ def take_neutral(values: dict[str, Any]) -> dict[str, Any]:
             raise UserError(f"{name} is {values[name]!r}, which is not built; {allowed!r} is")
         neutral[name] = values.pop(name)
     if isinstance(values.get("use_sliding_window"), bool):
-        sliding = "sliding_attention" in (values.get("layer_types") or [])
-        if sliding and not values["use_sliding_window"]:
+        if has_sliding_layers(values) and not values["use_sliding_window"]:
             raise UserError("use_sliding_window is false, but layer_types has sliding layers")
         if "layer_types" in values or not values["use_sliding_window"]:
             neutral["use_sliding_window"] = values.pop("use_sliding_window")
     return neutral
+
+
+def has_sliding_layers(values: Mapping[str, Any]) -> bool:
+    """Whether layer_types names a sliding layer; one that is no list is refused later, by name."""
+    kinds = values.get("layer_types")
+    return isinstance(kinds, list) and SLIDING in kinds
 
 
 def merge_rope(values: dict[str, Any], notes: list[str]) -> None:
@@ -208,8 +213,8 @@ def _fill_field_defaults(values: dict[str, Any], notes: list[str]) -> None:
 
 def _derive_eagle3_layers(values: dict[str, Any], notes: list[str]) -> None:
     eagle, count = values.get("eagle_config"), values.get("num_target_layers")
-    named = isinstance(eagle, Mapping) and eagle.get(_EAGLE_IDS) is not None
-    if not named and type(count) is int:
+    empty = eagle is None or (isinstance(eagle, Mapping) and eagle.get(_EAGLE_IDS) is None)
+    if empty and type(count) is int:
         ids = [1, count // 2 - 1, count - 4]
         values["eagle_config"] = dict(eagle or {}) | {_EAGLE_IDS: ids}
         notes.append(

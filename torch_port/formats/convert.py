@@ -65,7 +65,7 @@ def detect_format(directory: Path) -> str:
             f"{directory}: no checkpoint: expected config.json, {RUN_FILE} or an orbax directory"
         )
     raw = read_json(directory / "config.json")
-    if "speculators_model_type" in raw:
+    if {"speculators_model_type", "transformer_layer_config"} & set(raw):
         return "speculators"
     if "dflash_config" in raw or is_eagle3(raw):
         return "hf"

@@ -15,6 +15,7 @@ from torch_port.config_eagle3 import Eagle3Config
 from torch_port.errors import UserError
 from torch_port.formats.config_files import (
     drop_code,
+    has_sliding_layers,
     layer_count,
     merge_rope,
     refuse_quantised,
@@ -64,7 +65,7 @@ _TOP_NEUTRAL = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")
 
 def read_speculators(
     raw: Mapping[str, Any], num_target_layers: int | None, where: str
-) -> tuple[str, DraftConfig, dict[str, Any], dict[str, Any] | None, list[str]]:
+) -> tuple[str, DraftConfig, dict[str, Any], dict[str, Any], list[str]]:
     """Read a speculators config.
 
     Arguments: the parsed config.json; the number of the target's layers, where it is known from the
@@ -79,8 +80,8 @@ def read_speculators(
     try:
         refuse_quantised(values)
         drop_code(values, notes)
-        kind = values.pop("speculators_model_type")
-        if kind not in _TYPES:
+        kind = values.pop("speculators_model_type", None)
+        if not isinstance(kind, str) or kind not in _TYPES:
             raise UserError(
                 f"speculators_model_type {kind!r} is not read; {' and '.join(_TYPES)} are"
             )
@@ -173,10 +174,8 @@ def _check_tokens(tokens: object, config: DraftConfig) -> None:
         )
 
 
-def _kept_proposal(verifier: dict[str, Any] | None, config: DraftConfig) -> dict[str, Any] | None:
+def _kept_proposal(verifier: dict[str, Any], config: DraftConfig) -> dict[str, Any]:
     """Check the file's proposal; keep it where it is not the one that would be written."""
-    if verifier is None:
-        return None
     proposal = verifier.pop("proposal")
     methods = proposal.get("proposal_methods", [])
     if not isinstance(methods, list) or not all(isinstance(way, Mapping) for way in methods):
@@ -201,13 +200,11 @@ def _check_layout(kind: str, values: dict[str, Any]) -> None:
         )
 
 
-def _take_speculators_config(kind: str, values: dict[str, Any]) -> dict[str, Any] | None:
+def _take_speculators_config(kind: str, values: dict[str, Any]) -> dict[str, Any]:
     """Take out speculators_config and the version; return the verifier, the proposal in it."""
     values.pop("speculators_version", None)
     values.pop("architectures", None)  # the class name, which differs between versions
     told = values.pop("speculators_config", None)
-    if told is None:
-        return None
     if not isinstance(told, Mapping) or told.get("algorithm") != kind:
         raise UserError(f"speculators_config must be an object with algorithm {kind!r}")
     unknown = set(told) - {"algorithm", "verifier", *_PROPOSAL}
@@ -238,7 +235,7 @@ def _take_backbone(values: dict[str, Any], notes: list[str]) -> dict[str, Any]:
 def _check_sliding(backbone: Mapping[str, Any], values: dict[str, Any]) -> None:
     """A slot of a sliding layer sees its own block's earlier slots alone (spec sheet §4)."""
     non_causal = values.pop("sliding_window_non_causal", False)
-    if SLIDING in (backbone.get("layer_types") or []) and non_causal is not False:
+    if has_sliding_layers(backbone) and non_causal is not False:
         raise UserError(
             "sliding_window_non_causal is true: sliding layers whose slots see later slots of "
             "their block are not built"
