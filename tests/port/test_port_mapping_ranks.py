@@ -71,6 +71,10 @@ def rank_main(rank: int, folder: str) -> None:
         own = installed(KEPT if shares and rank == 0 else OTHER)
         results[way, "other"] = outcome(own, way, saved)
     results["nothing to give"] = outcome(Toy(), "by_helper", saved)
+    with torch.device("meta"):
+        empty = Toy()
+    results["on meta"] = outcome(empty if rank else installed(), "by_helper", saved)
+    del results["on meta"]["t2d"]  # a meta tensor is not saved
     torch.save(results, f"{folder}/rank{rank}")
     dist.destroy_process_group()
 
@@ -118,3 +122,9 @@ def test_a_source_without_a_map_stops_every_rank(ranks: list[dict[Any, Any]]) ->
     """Fault: rank 0 raises before the broadcast, and rank 1 waits for it."""
     assert "no vocabulary map is installed" in ranks[0]["nothing to give"]["error"]
     assert "rank 0 has no vocabulary map" in ranks[1]["nothing to give"]["error"]
+
+
+def test_a_rank_on_the_meta_device_stops_every_rank(ranks: list[dict[Any, Any]]) -> None:
+    """Fault: rank 1 sends from the meta device and raises alone, and rank 0 waits for it."""
+    assert "rank 1 could not take rank 0's vocabulary map" in ranks[0]["on meta"]["error"]
+    assert "materialise it first" in ranks[1]["on meta"]["error"]

@@ -26,6 +26,8 @@ def broadcast_vocab_mapping(draft: DraftVocabMappingMixin, source: int = 0) -> N
         draft.require_vocabulary()
         return
     rank, device = dist.get_rank(), draft.vocab_device
+    if device.type == "meta":  # refuses below, with the others: alone it would leave them waiting
+        device = torch.device("cpu")
     sent_V = torch.zeros(draft.vocab_size, dtype=torch.uint8, device=device)
     problem: UserError | None = None
     if rank == source:

@@ -26,10 +26,15 @@ def buffers_from_kept(kept_K: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
     >>> d2t.tolist()
     [0, 2, 2]
     """
-    kept_K = kept_K.to(torch.int64)
-    t2d_V = torch.zeros(vocab_size, dtype=torch.bool)
+    kept_K = kept_K.to("cpu", torch.int64)
+    t2d_V = torch.zeros(vocab_size, dtype=torch.bool, device="cpu")
     t2d_V[kept_K] = True
-    return t2d_V, kept_K - torch.arange(len(kept_K))
+    return t2d_V, kept_K - _arange(len(kept_K))
+
+
+def _arange(size: int) -> Tensor:
+    """Count on the host, whatever torch's default device is: maps are checked there."""
+    return torch.arange(size, device="cpu")
 
 
 def check_map(t2d_V: Tensor, d2t_K: Tensor, vocab_size: int, draft_vocab_size: int) -> None:
@@ -46,13 +51,18 @@ def check_map(t2d_V: Tensor, d2t_K: Tensor, vocab_size: int, draft_vocab_size: i
         ("t2d", t2d_V, torch.bool, vocab_size),
         ("d2t", d2t_K, torch.int64, draft_vocab_size),
     ):
+        if not isinstance(tensor, Tensor):
+            raise UserError(
+                f"vocabulary map: {name} must be a tensor, {dtype} of shape [{size}], not "
+                f"{type(tensor).__name__}; make both with buffers_from_kept or load_map"
+            )
         if tensor.dtype != dtype or tensor.shape != (size,):
             raise UserError(
                 f"vocabulary map: {name} must be {dtype} of shape [{size}], not {tensor.dtype} of "
                 f"shape {list(tensor.shape)}; is it the map of another draft_vocab_size or target?"
             )
     kept = t2d_V.cpu().nonzero().squeeze(1)
-    if not torch.equal(kept, torch.arange(draft_vocab_size) + d2t_K.cpu()):
+    if not torch.equal(kept, _arange(draft_vocab_size) + d2t_K.cpu()):
         raise UserError(
             "vocabulary map: nonzero(t2d) must equal arange(K) + d2t. d2t holds offsets, not "
             f"absolute ids: t2d keeps {len(kept)} ids, d2t names {len(d2t_K)}, and they differ; "
@@ -76,10 +86,14 @@ class _Derived:
     kept_K: Tensor
     index_V: Tensor | None = None
     pruned_P: Tensor | None = None
-    head: tuple[Tensor, Tensor] | None = None
+    head: tuple[Tensor, int | None, Tensor] | None = None  # U, its version, U_K
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Give a copy of the draft nothing: it reads its own buffers, and copies no target head."""
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Pickle as None, for the same reason: a draft sent to a process brings no target head."""
+        return type(None), ()
 
 
 class DraftVocabMappingMixin(nn.Module):
@@ -203,9 +217,7 @@ class DraftVocabMappingMixin(nn.Module):
 
     def _stamp(self) -> tuple[object, ...]:
         buffers = (self._buffers.get("t2d"), self._buffers.get("d2t"))
-        return tuple(
-            (id(x), None if x is None or x.is_inference() else x._version) for x in buffers
-        )
+        return tuple((id(x), None if x is None else _writes(x)) for x in buffers)
 
     @torch.inference_mode(False)  # kept beyond the call
     def _vocabulary(self) -> _Derived:
@@ -223,7 +235,7 @@ class DraftVocabMappingMixin(nn.Module):
     def _read_kept_ids(self) -> Tensor:
         """Return the kept ids, int64 [K], on the host, of buffers that hold a right map."""
         if not self.has_vocab_buffers:
-            return torch.arange(self.vocab_size)
+            return _arange(self.vocab_size)
         if self.t2d.is_meta:
             raise UserError(
                 "this draft is on the meta device and holds no vocabulary map; materialise it "
@@ -238,7 +250,7 @@ class DraftVocabMappingMixin(nn.Module):
         check_map(t2d_V, d2t_K, self.vocab_size, self.draft_vocab_size)
         self._refuse_conflict(t2d_V)
         self._known_V = t2d_V.clone()
-        return torch.arange(self.draft_vocab_size) + d2t_K
+        return _arange(self.draft_vocab_size) + d2t_K
 
     def require_vocabulary(self) -> None:
         """Raise UserError before a map is installed. Every forward pass begins with it."""
@@ -262,9 +274,10 @@ class DraftVocabMappingMixin(nn.Module):
     def exported_vocabulary(self) -> dict[str, Tensor]:
         """Return t2d and d2t for a file that others read, on the host; empty without buffers.
 
+        They are read anew: what torch did not count as a write must not leave unnoticed.
         Raises UserError before a map is installed: a server would take the first K ids for it.
         """
-        self.require_vocabulary()
+        self._read_kept_ids()
         if not self.has_vocab_buffers:
             return {}
         return {"t2d": self.t2d.cpu(), "d2t": self.d2t.cpu()}
@@ -299,13 +312,21 @@ class DraftVocabMappingMixin(nn.Module):
         """Return U_K [K, H], the rows of the frozen target head that the draft keeps.
 
         Sliced once per map and head; an unpruned draft gets the head itself.
+        Raises UserError before a map is installed, and for a head that has not V rows.
         """
         derived = self._vocabulary()
+        if len(lm_head_VH) != self.vocab_size:
+            raise UserError(
+                f"the target's head has {len(lm_head_VH)} rows, but this draft's vocab_size is "
+                f"{self.vocab_size}; give the head of the target that the draft is for"
+            )
         if not self.prunes_vocabulary:
             return lm_head_VH
-        if derived.head is None or derived.head[0] is not lm_head_VH:
-            derived.head = (lm_head_VH, lm_head_VH.index_select(0, derived.kept_K))
-        return derived.head[1]
+        head, writes = derived.head, _writes(lm_head_VH)
+        if head is None or head[0] is not lm_head_VH or head[1] != writes:
+            head = (lm_head_VH, writes, lm_head_VH.index_select(0, derived.kept_K))
+            derived.head = head
+        return head[2]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # .to(device) moves the buffers; what was derived from them must follow. `to_empty`, here or
@@ -318,6 +339,11 @@ class DraftVocabMappingMixin(nn.Module):
         if not all(_same_content(old, new) for old, new in zip(before, after, strict=True)):
             self.clear_vocab_buffers()
         return result
+
+
+def _writes(tensor: Tensor) -> int | None:
+    """Torch's count of in-place writes; None where it keeps none."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _same_content(old: Tensor | None, new: Tensor | None) -> bool:
@@ -340,6 +366,11 @@ def _before_load(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, 
         raise UserError(
             f"vocabulary map: the checkpoint holds {there} but no {absent}; one without the other "
             "says nothing, save the draft again"
+        )
+    if not (isinstance(t2d, Tensor) and isinstance(d2t, Tensor)):
+        raise UserError(
+            f"vocabulary map: the checkpoint's t2d is {type(t2d).__name__} and its d2t "
+            f"{type(d2t).__name__}; both must be tensors, save the draft again"
         )
     if not module.has_vocab_buffers:
         sizes = d2t.numel(), t2d.numel()
