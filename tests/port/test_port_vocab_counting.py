@@ -119,6 +119,23 @@ def test_a_bad_line_is_named(tmp_path: Path) -> None:
             count_text(text, V, QUIET, workers=workers, piece_bytes=piece_bytes)
 
 
+def test_a_corpus_that_changes_meanwhile_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault: counts of the new text, kept in the cache under the fingerprint of the old one."""
+    text, counting = corpus(tmp_path), text_corpus._count_pieces
+
+    def late(*arguments: object) -> object:
+        with open(text.files[0], "a") as stream:
+            stream.write(SMALL[0])
+        return counting(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(text_corpus, "_count_pieces", late)
+    with pytest.raises(UserError, match=r"train\.jsonl: changed while it was counted"):
+        count_text(text, V, QUIET, cache=tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
 def die(piece: object) -> None:
     os._exit(3)
 

@@ -24,6 +24,7 @@ from torch_port.vocabulary.selection import (
     coverage_curve,
     pinned_ids,
     rank_by_count,
+    rank_by_mass,
     select_by_count,
     select_by_mass,
     size_for_coverage,
@@ -257,3 +258,13 @@ def test_shares_that_are_none(share: float) -> None:
         size_for_coverage(np.array([0.5, 1.0]), share, 0)
     with pytest.raises(UserError, match="no draft_vocab_size reaches"):
         size_for_coverage(np.array([0.5, 0.75]), 0.9, 0)
+
+
+def test_all_ids_hold_all_of_the_mass() -> None:
+    """Fault: a total added in another order than the curve, so that no K covers 1.0."""
+    random = np.random.default_rng(0)
+    for _ in range(20):
+        mass = random.random(1000)
+        curve = coverage_curve(rank_by_mass(mass, pinned_ids([])), mass)
+        assert curve[-1] == 1.0
+        assert size_for_coverage(curve, 1.0, 0) <= 1000

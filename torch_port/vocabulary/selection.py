@@ -140,10 +140,14 @@ def coverage_curve(ranked: Ids, weights: Ids | Mass) -> Mass:
     >>> coverage_curve(np.array([2, 0, 1]), np.array([1, 2, 5])).tolist()
     [0.625, 0.75, 1.0]
     """
-    total = weights.sum()
+    held = np.cumsum(weights[ranked])
+    rest = np.ones(len(weights), dtype=bool)
+    rest[ranked] = False
+    # Not weights.sum(): added in another order, all ids could hold less than all of the mass.
+    total = held[-1] + weights[rest].sum()
     if not total:
         raise UserError("no supervised token was counted: coverage has no meaning on this corpus")
-    return np.asarray(np.cumsum(weights[ranked]) / total, dtype=np.float64)
+    return np.asarray(held / total, dtype=np.float64)
 
 
 def size_for_coverage(curve: Mass, share: float, pins: int) -> int:

@@ -71,6 +71,10 @@ class TextCorpus:
         files = [file.resolve() for file in self.files]
         return corpus_fingerprint(root, files, self.chat_template.covered, self.max_length)
 
+    def stamps(self) -> list[tuple[int, int]]:
+        """Return every file's time of change and size: equal ones say that nobody wrote to it."""
+        return [(stat.st_mtime_ns, stat.st_size) for stat in (file.stat() for file in self.files)]
+
     def contents(self) -> tuple[str, ...]:
         """Return the sha256 of every file's content, whatever it is called; empty ones left out."""
         found = []
@@ -99,10 +103,11 @@ def count_text(
     `cache` directory or None; `piece_bytes` of a file that a process takes at a time (chosen).
     Returns (counts, whether they were cached).
     Raises UserError for unusable settings, a bad line (with its file and number), a corpus
-    without a supervised token, a process that died.
+    without a supervised token, a corpus that changes meanwhile, a process that died.
     """
     corpus.check(vocab_size)
     check_workers(workers)
+    stamps = corpus.stamps()
     with stage("fingerprint", 1, console):
         fingerprint = corpus.fingerprint()
     key = cache_key(fingerprint, corpus.tokenizer.fingerprint, vocab_size, "")
@@ -139,6 +144,12 @@ def count_text(
         corpus_fingerprint=fingerprint,
         tokenizer_fingerprint=corpus.tokenizer.fingerprint,
     )
+    if corpus.stamps() != stamps:
+        # The fingerprint is of the text before, and the cache would answer for it with these.
+        raise UserError(
+            f"corpus {', '.join(map(str, corpus.files))}: changed while it was counted; count "
+            "again when nothing writes to it"
+        )
     write_cache(cache, key, counts)
     return counts, False
 
