@@ -18,6 +18,7 @@ from torch_port.models.registry import (
     prunes_vocabulary,
     read_config,
     read_draft_config,
+    unusable_path,
     vocabulary_sizes,
 )
 
@@ -103,6 +104,9 @@ def read_facts(run: RunConfig) -> Facts:
 
 
 def _read_draft(run: RunConfig, algorithm: Algorithm) -> dict[str, Any]:
+    problem = unusable_path("draft.config", run.draft.config)
+    if problem is not None:
+        return {"config_problem": problem}
     found: dict[str, Any] = {}
     try:
         raw = read_draft_config(run.draft.config)
@@ -137,7 +141,12 @@ def _checked_draft(algorithm: Algorithm, raw: dict[str, Any]) -> DraftFacts:
 
 def _read_map(run: RunConfig, _: Algorithm) -> dict[str, Any]:
     path = run.vocabulary.map
-    if path is None or not Path(path).exists():
+    if path is None:
+        return {}
+    problem = unusable_path("vocabulary.map", path)
+    if problem is not None:
+        return {"map_problem": problem}
+    if not Path(path).exists():
         return {}
     from torch_port.vocabulary.files import load_map  # brings torch: only where a map is on disk
 
@@ -151,6 +160,9 @@ def _read_map(run: RunConfig, _: Algorithm) -> dict[str, Any]:
 
 def _read_target(run: RunConfig, _: Algorithm) -> dict[str, Any]:
     path = Path(run.target.path)
+    problem = unusable_path("target.path", run.target.path)
+    if problem is not None:
+        return {"target_problem": problem}
     if not path.exists():
         return {}
     name = f"target.path {run.target.path}"
@@ -181,6 +193,9 @@ def target_facts(raw: Mapping[str, Any]) -> TargetFacts:
 
 def _read_data(run: RunConfig, _: Algorithm) -> dict[str, Any]:
     path = Path(run.data.path)
+    problem = unusable_path("data.path", run.data.path)
+    if problem is not None:
+        return {"data_problem": problem}
     if not path.exists():
         return {}
     if not path.is_dir():

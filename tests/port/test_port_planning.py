@@ -146,6 +146,8 @@ def test_rule_2_map_for_an_unpruned_draft() -> None:
     assert f"draft_vocab_size {V}" in text
     assert "Set draft_vocab_size in d/config.json" in text
     assert "or remove vocabulary.map" in text
+    with_map = sized(replace(facts, map=a_map()), V, V)
+    assert list(rejections(with_map)) == ["2 map and pruning agree"]  # and not its size, too
     assert not rejections(facts)  # prunes is None: no evidence
     assert {v.status for v in plan(facts) if v.rule.startswith("2")} == {"unknown"}
     assert not rejections(sized(facts, V, K))

@@ -102,6 +102,27 @@ def test_paths_of_target_and_data_are_looked_at(tmp_path: Path) -> None:
     assert planned(run)["target"].status == "ok"
 
 
+@pytest.mark.parametrize("path", ["a" * 5000, "a\0b"])
+def test_paths_that_can_be_no_files_are_said(tmp_path: Path, path: str) -> None:
+    """Fault: the system's own error (too long, a NUL, not permitted) instead of a verdict."""
+    names = {"draft": "config", "target": "path", "data": "path", "vocabulary": "map"}
+    run = tmp_path / "run.json"
+    values = {
+        "algorithm": "dspark",
+        "optimizer": {"peak_rate": 1e-4, "warmup_steps": 1, "total_steps": 10},
+    }
+    run.write_text(json.dumps(values | {s: {name: path} for s, name in names.items()}))
+    verdicts = planned(run)
+    rules = {"draft": "draft config", "target": "target", "data": "data", "vocabulary": "map file"}
+    for section, name in names.items():
+        found = verdicts[rules[section]]
+        assert found.status == "reject"
+        assert found.text.startswith(f"{section}.{name} 'a")
+        assert found.text.endswith("name a path that can be read")
+        assert len(found.text) < 160
+    assert "unknown" not in [found.status for found in verdicts.values() if found.rule == "data"]
+
+
 def test_draft_config_directory_without_the_file(tmp_path: Path) -> None:
     """Fault: a directory that is there, without config.json, passed over as not there yet."""
     run = write_run(tmp_path, draft={"config": str(tmp_path)})

@@ -195,6 +195,19 @@ def test_other_families(
         check_resume(got, dspark())
 
 
+def test_eagle3_with_other_heads_of_the_same_shapes_is_refused() -> None:
+    """Fault: 4 heads of width 4 resumed as 2 of width 8: equal shapes, other attention."""
+
+    def recorded(**changes: Any) -> dict[str, Any]:
+        changed = Eagle3Config(**(EAGLE3.model_dump() | changes))
+        return record(run_values(ALGORITHMS["eagle3"], changed, Eagle3Objective(), "f"))
+
+    wider = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    check_resume(recorded(), recorded())
+    with pytest.raises(UserError, match="num_attention_heads is 4 in the checkpoint and 2 in"):
+        check_resume(recorded(), recorded(**wider))
+
+
 def test_a_head_of_ones_own_is_recorded_where_there_is_one() -> None:
     values = run_values(ALGORITHMS["dspark"], config(), ObjectiveConfig(), "f" * 64, True)
     with pytest.raises(UserError, match=r"trainable_head is not recorded .* true"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,6 +138,9 @@ def read_config(path: str | Path, setting: str) -> dict[str, Any] | None:
     Raises UserError, naming the `setting` that the path is from, for anything else.
     """
     place = Path(path)
+    problem = unusable_path(setting, path)
+    if problem is not None:
+        raise UserError(problem)
     try:
         content = (place / "config.json" if place.is_dir() else place).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -157,6 +161,23 @@ def read_config(path: str | Path, setting: str) -> dict[str, Any] | None:
     if not isinstance(raw, dict):
         raise UserError(f"{setting} {path}: expected a JSON object, found {type(raw).__name__}")
     return raw
+
+
+def unusable_path(setting: str, path: str | Path) -> str | None:
+    """Say why a path of that setting can be no file's, or None; an absent file has one.
+
+    >>> unusable_path("data.path", "not/on/disk") is None
+    True
+    """
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:  # too long, not permitted, a link in a circle, a NUL
+        reason = getattr(error, "strerror", None) or error
+        shown = repr(str(path)[:60])  # on one line, whatever it holds
+        return f"{setting} {shown}: {reason}; name a path that can be read"
+    return None
 
 
 def vocabulary_sizes(raw: Mapping[str, Any]) -> tuple[int, int]:

@@ -90,6 +90,8 @@ RESUME_KEYS = (
     ResumeKey("confidence_alpha", "dspark", "number", _OBJECTIVE),
     ResumeKey("dpace", "dflash", "equal", _OBJECTIVE),
     ResumeKey("beta", "dpace", "number", _OBJECTIVE),
+    # Other heads of the same total width have the same shapes, and here no per-head norm to tell.
+    ResumeKey("num_attention_heads", "eagle3", "equal", _DRAFT),
     ResumeKey("steps", "eagle3", "equal", _OBJECTIVE),
     ResumeKey("step_decay", "eagle3", "number", _OBJECTIVE),
     ResumeKey("draft_vocab_size", "pruned", "equal", _DRAFT),
