@@ -1,9 +1,12 @@
 """What an orbax directory holds here: named trees of arrays and named JSON documents.
 
 It appears complete or not at all, and is read on the host: arrays come back as NumPy's, bit for bit
-as they were written, whatever devices or global options of jax there are.
+as they were written, whatever devices or global options of jax there are. Digests of
+all stand beside them, because orbax keeps none of the values: a flipped bit would go unseen.
 """
 
+import hashlib
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+
+DIGESTS = "digests"
 
 
 def write(directory: Path, trees: Mapping[str, Any], documents: Mapping[str, Any]) -> None:
@@ -33,8 +38,11 @@ def write(directory: Path, trees: Mapping[str, Any], documents: Mapping[str, Any
             f"{directory}: expected a path that does not exist, found one that does; checkpoints "
             "are never overwritten, choose another name"
         )
+    digests = {name: digest(tree) for name, tree in trees.items()}
+    digests |= {name: _document_digest(content) for name, content in documents.items()}
+    told = dict(documents) | {DIGESTS: digests}
     items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
-    items |= {name: ocp.args.JsonSave(content) for name, content in documents.items()}
+    items |= {name: ocp.args.JsonSave(content) for name, content in told.items()}
     try:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
             checkpointer.save(directory, ocp.args.Composite(**items))
@@ -68,9 +76,15 @@ def read_document(directory: Path, name: str) -> Any:
         The JSON value.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: it cannot be read, or is not what was written.
     """
     directory = directory.absolute()
+    content = _read_document(directory, name)
+    _check(directory, name, _document_digest(content))
+    return content
+
+
+def _read_document(directory: Path, name: str) -> Any:
     try:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
             arguments = ocp.args.Composite(**{name: ocp.args.JsonRestore()})
@@ -92,7 +106,7 @@ def read_tree(directory: Path, name: str) -> dict[str, Any]:
         Nested dictionaries of NumPy arrays.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: it cannot be read, or its values are not those that were written.
     """
     directory = directory.absolute()
     kinds = {
@@ -109,9 +123,27 @@ def read_tree(directory: Path, name: str) -> dict[str, Any]:
             tree: dict[str, Any] = checkpointer.restore(
                 directory, ocp.args.Composite(**{name: arguments})
             )[name]
-            return tree
     except Exception as error:  # orbax raises of any class
         raise _unreadable(directory, name, error) from error
+    _check(directory, name, digest(tree))
+    return tree
+
+
+def digest(tree: Any) -> str:
+    """sha256 over path, dtype, shape and bytes of a tree's leaves, in the order of paths.
+
+    Args:
+        tree: of arrays, on the host or on any devices of this process.
+
+    Returns:
+        64 hexadecimal digits.
+    """
+    total = hashlib.sha256()
+    for path, leaf in sorted(leaves_by_path(tree).items()):
+        array = np.ascontiguousarray(leaf)
+        total.update("\0".join((path, array.dtype.name, json.dumps(np.shape(leaf)), "")).encode())
+        total.update(array.view(np.uint8).data if array.size else b"")
+    return total.hexdigest()
 
 
 def leaves_by_path(tree: Any) -> dict[str, Any]:
@@ -130,6 +162,16 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
+
+
+def _document_digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _check(directory: Path, name: str, found: str) -> None:
+    digests = _read_document(directory, DIGESTS)
+    if not isinstance(digests, dict) or digests.get(name) != found:
+        raise ValueError(f"{directory}: {name} is not what was written; copy the checkpoint again")
 
 
 def _unreadable(directory: Path, name: str, error: Exception) -> ValueError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -43,6 +44,7 @@ def convert_command(
     from torch_port.formats.convert import Options
     from torch_port.formats.target import TargetDirectory
 
+    _quiet_libraries()
     options = Options(None if target is None else TargetDirectory(target), with_head)
     with written_mebibytes(destination) as progress:
         checkpoint, lost = convert(source, destination, to, options, progress)
@@ -128,8 +130,15 @@ def _flat(record: dict[str, object]) -> dict[str, object]:
     return flat
 
 
+def _quiet_libraries() -> None:
+    """What is wrong is said in one line; orbax's own warnings beside it tell a user nothing."""
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
 def _read(path: Path, target: Path | None) -> Checkpoint:
     from parity.convert import read_checkpoint
     from torch_port.formats.target import TargetDirectory
 
+    _quiet_libraries()
     return read_checkpoint(path, None if target is None else TargetDirectory(target))

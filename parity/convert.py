@@ -207,7 +207,8 @@ def refusals(directory: Path) -> Iterator[None]:
 
     A KeyError is a name outside `parity.names`.
     """
-    hook, sys.excepthook = sys.excepthook, _say_nothing
+    hooks = sys.excepthook, sys.unraisablehook
+    sys.excepthook = sys.unraisablehook = _say_nothing
     try:
         yield
     except UserError:
@@ -221,7 +222,7 @@ def refusals(directory: Path) -> Iterator[None]:
         place = "" if str(directory) in words else f"{directory}: "
         raise UserError(place + words.replace("\n", " ")) from None
     finally:
-        sys.excepthook = hook
+        sys.excepthook, sys.unraisablehook = hooks
 
 
 def _say_nothing(*_: Any) -> None:
