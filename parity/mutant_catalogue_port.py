@@ -176,9 +176,9 @@ PORT: tuple[Mutant, ...] = (
         ("pruned-sliding",),
     ),
     _port(
-        "norm-over-sum",
+        "head-norms-without-weight",
         "§5",
-        "RMSNorm without its weight on q and k: the weight is taken as 1 at head size",
+        "the per-head norms of q and k ignore their weights",
         "portable",
         "return (wide * scale * weight).to(x.dtype)",
         "return (wide * scale * (weight if len(weight) > 4 else 1)).to(x.dtype)",
@@ -272,7 +272,7 @@ PORT: tuple[Mutant, ...] = (
         ("losses",),
     ),
     _port(
-        "w1-gradient-last-wins",
+        "w1-gradient-averaged",
         "§6",
         "a W1 row that occurs often gets its mean gradient instead of the sum",
         "models/heads",
@@ -365,9 +365,9 @@ PORT: tuple[Mutant, ...] = (
         _PRUNED,
     ),
     _port(
-        "detach-keeps-embedding",
+        "detach-only-of-embedding",
         "§8",
-        "detach_confidence leaves h attached and cuts e",
+        "detach_confidence cuts e and leaves the gradient to the backbone",
         "models/block_draft",
         "hidden, e = hidden.detach(), None if e is None else e.detach()",
         "hidden, e = hidden, None if e is None else e.detach()",

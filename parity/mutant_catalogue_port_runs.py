@@ -87,17 +87,14 @@ PORT_RUNS: tuple[Mutant, ...] = (
         ("vanilla",),
     ),
     _port(
-        "truncated-block-drafted-short",
+        "truncation-threshold-squared",
         "§10",
-        "σ(c) of the last slot is compared with the threshold times itself",
+        "survival is compared with the square of the threshold",
         "decoding",
         "return int((wide(confidence_M).sigmoid().cumprod(0) >= threshold).sum())",
         "return int((wide(confidence_M).sigmoid().cumprod(0) >= threshold**2).sum())",
         _DECODING,
-        (
-            "vanilla",
-            "gated",
-        ),
+        ("rnn, unpruned", "no head"),
     ),
     _port(
         "logits-rounded-to-bf16",
@@ -117,8 +114,8 @@ PORT_RUNS: tuple[Mutant, ...] = (
         "the gradients of a W1 row are summed in the table's own dtype",
         "models/heads",
         "embedding_dense_backward(wide(grad), index, ctx.rows, -1, False)",
-        "embedding_dense_backward(grad.bfloat16(), index, ctx.rows, -1, False)",
-        ("precision", "gradients"),
+        "embedding_dense_backward(grad, index, ctx.rows, -1, False)",
+        ("precision",),
         ("pruned-vanilla",),
     ),
     _port(
@@ -360,9 +357,9 @@ PORT_RUNS: tuple[Mutant, ...] = (
         _TRAINED,
     ),
     _port(
-        "guard-arithmetic-mean",
+        "guard-includes-norm-in-question",
         "§14",
-        "the spike guard compares with an arithmetic mean of log norms shifted by a spike's own",
+        "the norm in question enters the mean that it is compared with",
         "training/guard",
         "if self.seen and norm > self.multiple * math.exp(self.log_sum / self.seen):",
         "if self.seen and norm > self.multiple * math.exp(\n"
@@ -388,8 +385,8 @@ PORT_RUNS: tuple[Mutant, ...] = (
         "objective/loss",
         "        if prunes:\n            dist.all_reduce(ce_den)",
         "        if prunes or True:\n            dist.all_reduce(ce_den)",
-        ("training", "losses"),
-        ("full-vanilla",),
+        ("training",),
+        ("two ranks",),
     ),
     _port(
         "gradients-summed-over-ranks",
@@ -399,7 +396,7 @@ PORT_RUNS: tuple[Mutant, ...] = (
         "                parameter.grad /= ranks\n",
         "                parameter.grad /= 1\n",
         ("training",),
-        ("dflash-pruned",),
+        ("two ranks",),
     ),
     _port(
         "moments-exchanged",

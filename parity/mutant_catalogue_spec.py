@@ -352,7 +352,7 @@ SPEC: tuple[Mutant, ...] = (
         "metrics",
         "counted = mask.any(axis=-1).astype(accept.dtype)",
         "counted = jnp.ones_like(mask.any(axis=-1)).astype(accept.dtype)",
-        ("metrics",),
+        ("acceptance",),
     ),
     _spec(
         "ce-position-over-all-labels",

@@ -64,10 +64,7 @@ SPEC_RUNS: tuple[Mutant, ...] = (
         "accepted, token = verify(drafted, q, p, draws[n : n + length], draws[2 * n])",
         "accepted, token = verify(drafted, q, p, draws[n : n + length], draws[n + length])",
         _DECODING,
-        (
-            "vanilla",
-            "gated",
-        ),
+        ("rnn, unpruned", "no head"),
     ),
     _spec(
         "target-not-tempered",
@@ -87,7 +84,7 @@ SPEC_RUNS: tuple[Mutant, ...] = (
         "end = min([*ends, left])",
         "end = left",
         _DECODING,
-        ("vanilla",),
+        ("gated", "rnn, unpruned"),
     ),
     _spec(
         "padding-ids-proposed",
@@ -110,10 +107,7 @@ SPEC_RUNS: tuple[Mutant, ...] = (
         "return (survival(c) >= threshold).sum(axis=-1)",
         "return jnp.cumprod(jax.nn.sigmoid(c) >= threshold, axis=-1).sum(axis=-1)",
         _DECODING,
-        (
-            "vanilla",
-            "gated",
-        ),
+        ("rnn, unpruned", "no head"),
     ),
     _spec(
         "truncation-exclusive",
@@ -123,7 +117,7 @@ SPEC_RUNS: tuple[Mutant, ...] = (
         "return (survival(c) >= threshold).sum(axis=-1)",
         "return (survival(c) > threshold).sum(axis=-1)",
         _DECODING,
-        ("vanilla", "gated"),
+        ("rnn, unpruned", "no head"),
     ),
     _spec(
         "bonus-anchor-read-from-slot-0",

@@ -33,6 +33,7 @@ class Verdict:
     finding: str | None
     note: str | None  # of a survivor: what else happened
     seconds: float
+    cpu_seconds: float  # a busy machine lengthens the others
 
     def entry(self) -> dict[str, Any]:
         """Return the mutant's entry in mutants.json."""
@@ -45,6 +46,7 @@ class Verdict:
             "finding": self.finding,
             "note": self.note,
             "seconds": self.seconds,
+            "cpu_seconds": self.cpu_seconds,
         }
 
 
@@ -145,9 +147,11 @@ def _verdict(mutant: Mutant, worker: Worker, others: bool) -> Verdict:
     started = time.perf_counter()
     said = worker.ask(mutant, others)
     seconds = round(time.perf_counter() - started, 2)
+    cpu_seconds = said.get("cpu_seconds", 0.0)
     if "error" in said:
-        return Verdict(mutant, None, None, str(said["error"]), seconds)
-    return Verdict(mutant, said["detected_by"], said["finding"], _note(said), seconds)
+        return Verdict(mutant, None, None, str(said["error"]), seconds, cpu_seconds)
+    detected, finding = said["detected_by"], said["finding"]
+    return Verdict(mutant, detected, finding, _note(said), seconds, cpu_seconds)
 
 
 def _note(said: dict[str, Any]) -> str | None:
