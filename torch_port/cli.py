@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from torch_port.data.commands import capture_command, data_app, features_app
 from torch_port.errors import UserError
 from torch_port.formats.commands import convert_command, export_command, show_command
 from torch_port.vocabulary.commands import vocab_app
@@ -25,6 +26,9 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 app.add_typer(vocab_app, name="vocab")
+app.add_typer(data_app, name="data")
+app.add_typer(features_app, name="features")
+app.command("capture")(capture_command)
 app.command("convert")(convert_command)
 app.command("export")(export_command)
 app.command("show")(show_command)

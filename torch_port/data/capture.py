@@ -56,6 +56,7 @@ def capture(
     target_layer_ids: Sequence[int],
     *,
     batch_size: int = 16,
+    batch_tokens: int | None = None,
     head_rows: int = 2048,
 ) -> Iterator[CapturedStates]:
     """Run a causal LM over samples and yield the states that a draft trains on.
@@ -66,11 +67,13 @@ def capture(
     length share a batch.
 
     Args:
-        model: a transformers causal LM (`model.model.layers`, `model.model.norm`,
-            `model.lm_head` without bias), in evaluation mode.
+        model: a transformers causal LM whose head has no bias, in evaluation mode; batches go to
+            its device, and what is yielded comes from there.
         input_ids: one int64 `[S]` tensor per sample.
         target_layer_ids: layers to concatenate, in this order.
         batch_size: samples of one forward pass.
+        batch_tokens: tokens of one forward pass at most, padding included, instead of a number of
+            samples; a longer sample goes alone.
         head_rows: rows of the head in one slice of the log normaliser.
 
     Yields:
@@ -81,41 +84,103 @@ def capture(
 
     Source: contracts §4 and §5.
     """
-    decoder: Any = model.model
-    check_target_layer_ids(target_layer_ids, len(decoder.layers))
-    window = batch_size * _WINDOW_BATCHES
-    for begin in range(0, len(input_ids), window):
-        rows = range(begin, min(begin + window, len(input_ids)))
-        by_length = sorted(rows, key=lambda row: len(input_ids[row]))
+    parts = parts_of(model)
+    check_target_layer_ids(target_layer_ids, len(parts.layers))
+    lengths = [len(one) for one in input_ids]
+    for window in _windows(lengths, batch_size, batch_tokens):
         done: dict[int, CapturedStates] = {}
-        for first in range(0, len(by_length), batch_size):
-            batch = by_length[first : first + batch_size]
+        for batch in window:
             states = _capture_batch(
-                model, [input_ids[row] for row in batch], target_layer_ids, head_rows
+                parts, [input_ids[row] for row in batch], target_layer_ids, head_rows
             )
             done.update(zip(batch, states, strict=True))
-        for row in rows:
+        for row in sorted(done):
             yield done[row]
+
+
+def _windows(
+    lengths: Sequence[int], batch_size: int, batch_tokens: int | None
+) -> Iterator[list[list[int]]]:
+    """Yield the rows of some batches: consecutive ones, of which like lengths share a batch."""
+    budget = batch_size if batch_tokens is None else batch_tokens
+    begin = 0
+    while begin < len(lengths):
+        end, held = begin, 0
+        while end < len(lengths) and held < budget * _WINDOW_BATCHES:
+            held += 1 if batch_tokens is None else lengths[end]
+            end += 1
+        batches: list[list[int]] = []
+        for row in sorted(range(begin, end), key=lambda row: lengths[row]):
+            # Rows come by length, so that the newest is as long as its whole batch is padded to.
+            size = 1 if batch_tokens is None else lengths[row]
+            if batches and (len(batches[-1]) + 1) * size <= budget:
+                batches[-1].append(row)
+            else:
+                batches.append([row])
+        yield batches
+        begin = end
+
+
+@dataclass(frozen=True)
+class TargetParts:
+    """Of a causal LM: the decoder that is run, its layers in order, and the head U [V, H]."""
+
+    decoder: Any
+    layers: nn.ModuleList
+    head_VH: Tensor
+
+
+def parts_of(model: nn.Module) -> TargetParts:
+    """Find a causal LM's decoder, its layers and its head.
+
+    Raises:
+        DataError: they cannot be told, or the head has a bias, which a draft would not have.
+    """
+    whole: Any = model
+    decoder = whole.get_decoder() if hasattr(model, "get_decoder") else whole.model
+    head = (
+        whole.get_output_embeddings() if hasattr(model, "get_output_embeddings") else whole.lm_head
+    )
+    lists = [child for child in decoder.children() if isinstance(child, nn.ModuleList)]
+    layers = getattr(decoder, "layers", lists[0] if len(lists) == 1 else None)
+    name = type(model).__name__
+    if not isinstance(layers, nn.ModuleList):
+        raise DataError(
+            f"target {name}: its decoder layers cannot be told apart (found {len(lists)} lists of "
+            "modules). Use a decoder-only causal LM."
+        )
+    if head is None or getattr(head, "bias", None) is not None:
+        found = "none" if head is None else "one with a bias"
+        raise DataError(
+            f"target {name}: expected a head without bias, found {found}. A draft borrows the "
+            "head's rows alone: use another target."
+        )
+    return TargetParts(decoder, layers, head.weight)
 
 
 @torch.no_grad()
 def _capture_batch(
-    model: Any, batch: Sequence[Tensor], target_layer_ids: Sequence[int], head_rows: int
+    parts: TargetParts, batch: Sequence[Tensor], target_layer_ids: Sequence[int], head_rows: int
 ) -> list[CapturedStates]:
     """States of one right-padded batch, without the padding."""
-    ids_BS = nn.utils.rnn.pad_sequence(list(batch), batch_first=True)
-    with _layer_outputs(model.model.layers, target_layer_ids) as outputs:
-        final_BSH = model.model(input_ids=ids_BS, use_cache=False).last_hidden_state
+    ids_BS = nn.utils.rnn.pad_sequence(list(batch), batch_first=True).to(parts.head_VH.device)
+    with _layer_outputs(parts.layers, target_layer_ids) as outputs:
+        final_BSH = parts.decoder(input_ids=ids_BS, use_cache=False).last_hidden_state
     states_BSLH = torch.cat([outputs[i] for i in target_layer_ids], dim=-1)
-    head_VH = model.lm_head.weight
+    lengths = [len(ids_S) for ids_S in batch]
+    # One pass over the head's rows for the whole batch.
+    final_TH = torch.cat([row[:length] for row, length in zip(final_BSH, lengths, strict=True)])
+    normalizers = log_normalizer(final_TH, parts.head_VH, head_rows).split(lengths)
     return [
         CapturedStates(
             # Clones: a view would keep the whole padded batch alive.
-            hidden_states=states_SLH[: len(ids_S)].clone(),
-            target_last_hidden_states=final_SH[: len(ids_S)].clone(),
-            target_log_normalizer=log_normalizer(final_SH[: len(ids_S)], head_VH, head_rows),
+            hidden_states=states_SLH[:length].clone(),
+            target_last_hidden_states=final_SH.clone(),
+            target_log_normalizer=normalizer_S.clone(),
         )
-        for ids_S, states_SLH, final_SH in zip(batch, states_BSLH, final_BSH, strict=True)
+        for length, states_SLH, final_SH, normalizer_S in zip(
+            lengths, states_BSLH, final_TH.split(lengths), normalizers, strict=True
+        )
     ]
 
 

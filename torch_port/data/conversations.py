@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 
 from torch_port.anchors import is_trainable
 from torch_port.errors import UserError
@@ -27,26 +27,88 @@ _FORMAT = '{"id": "…", "conversations": [{"role": "user", "content": "…"}, �
 _REMEDY = f"Write each line as {_FORMAT} with the roles system, user and assistant."
 
 
+# Other names of a turn's keys and roles, as corpora have them.
+_KEYS = {"from": "role", "value": "content"}
+_ROLES = {"human": "user", "gpt": "assistant"}
+_THINKING = ("reasoning_content", "reasoning", "thinking")  # keys of a turn, beside its content
+
+
 class DataError(UserError):
     """Training data that cannot be read, with its file and line."""
 
 
 class Turn(BaseModel):
-    """One message of a conversation."""
+    """One message of a conversation.
+
+    Read as well: the keys `from` and `value`, the roles `human` and `gpt`, content in text parts.
+    Thinking, as a part or as a key of its own, becomes content: `<think>…</think>` before it.
+    """
 
     model_config = ConfigDict(strict=True, frozen=True)
 
     role: Literal["system", "user", "assistant"]
     content: str
 
+    @model_validator(mode="before")
+    @classmethod
+    def _known_names(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        turn = {_KEYS.get(key, key): value for key, value in given.items()}
+        role, content = turn.get("role"), turn.get("content")
+        turn["role"] = _ROLES.get(role, role) if isinstance(role, str) else role
+        if "role" not in given and "from" not in given:
+            del turn["role"]
+        if isinstance(content, list):
+            content = _joined(content)
+        thinking = next((turn[key] for key in _THINKING if turn.get(key)), None)
+        if isinstance(thinking, str) and isinstance(content, str):
+            content = _thought(thinking) + content
+        return turn | {"content": content} if "content" in turn else turn
+
 
 class Conversation(BaseModel):
-    """One line of the field's JSONL; keys that training does not read are ignored."""
+    """One line of the field's JSONL; keys that training does not read are ignored.
+
+    `messages` is read as `conversations`.
+    """
 
     model_config = ConfigDict(strict=True, frozen=True)
 
     id: str
     conversations: list[Turn] = Field(min_length=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_names(cls, given: Any, info: ValidationInfo) -> Any:
+        if not isinstance(given, dict):
+            return given
+        line = dict(given)
+        if "messages" in line:
+            if "conversations" in line:
+                raise ValueError("holds conversations and messages, and only one can be meant")
+            line["conversations"] = line.pop("messages")
+        if type(line.get("id")) is int:
+            line["id"] = str(line["id"])
+        if line.get("id") is None and info.context:
+            line["id"] = info.context["id"]
+        return line
+
+
+def _joined(parts: list[Any]) -> Any:
+    """The text of content in parts, or the parts themselves where one is no text."""
+    texts = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get(kind) if kind in ("text", "thinking") else None
+        if not isinstance(text, str):
+            return parts
+        texts.append(_thought(text) if kind == "thinking" else text)
+    return "".join(texts)
+
+
+def _thought(text: str) -> str:
+    return f"<think>\n{text.strip()}\n</think>\n\n"
 
 
 @dataclass(frozen=True)
@@ -103,12 +165,13 @@ def read_conversations(path: str | Path) -> Iterator[Conversation]:
         ) from None
 
 
-def parse_conversation(line: bytes, where: str) -> Conversation:
+def parse_conversation(line: bytes, where: str, default_id: str | None = None) -> Conversation:
     """Parse one line of JSONL.
 
     Args:
         line: JSON text in UTF-8.
         where: the line's place, for the error.
+        default_id: the id of a line that gives none; without it such a line is an error.
 
     Returns:
         The conversation.
@@ -117,7 +180,8 @@ def parse_conversation(line: bytes, where: str) -> Conversation:
         DataError: as `read_conversations`, which says what can be wrong.
     """
     try:
-        return Conversation.model_validate_json(line)
+        context = None if default_id is None else {"id": default_id}
+        return Conversation.model_validate_json(line, context=context)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
     if first["type"] == "json_invalid":

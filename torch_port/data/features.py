@@ -10,21 +10,20 @@ Shape suffixes: S tokens of a sample, R rows of a shard, L captured layers, H hi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from torch_port.data.atomic import atomic_directory
 from torch_port.data.conversations import DataError
+from torch_port.data.index import INDEX_NAME, Entry, Index, entry, read_index
 
-INDEX_NAME = "index.json"
 TOKEN_NAMES = ("input_ids", "loss_mask")
 STATE_NAMES = ("hidden_states", "target_last_hidden_states", "target_log_normalizer")
 _NAMES = TOKEN_NAMES + STATE_NAMES
@@ -36,7 +35,7 @@ class FeatureSample:
 
     `input_ids` int64 [S], `loss_mask` float32 [S], `hidden_states` [S, L·H],
     `target_last_hidden_states` [S, H] after the final norm, `target_log_normalizer` float32 [S]:
-    logsumexp of the target's logits over all V.
+    logsumexp of the target's logits over all V, or None where the capture did not store it.
     """
 
     id: str
@@ -44,30 +43,7 @@ class FeatureSample:
     loss_mask: Tensor
     hidden_states: Tensor
     target_last_hidden_states: Tensor
-    target_log_normalizer: Tensor
-
-
-class _Entry(BaseModel):
-    """A sample's place (`shard`, first row) and size, and its supervised positions."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
-
-    id: str
-    shard: int
-    start: int
-    length: int
-    supervised: int
-
-
-class _Index(BaseModel):
-    """The index file."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
-
-    format: int
-    shards: list[str]
-    metadata: dict[str, Any]
-    samples: list[_Entry]
+    target_log_normalizer: Tensor | None = None
 
 
 def write_features(
@@ -90,25 +66,29 @@ def write_features(
 
     Source: contracts §5.
     """
-    entries: list[_Entry] = []
+    entries: list[Entry] = []
     shards: list[str] = []
     pending: list[FeatureSample] = []
-    rows = 0
+    rows, with_normalizer = 0, True
     try:
         with atomic_directory(Path(directory)) as temporary:
 
             def close_shard() -> None:
-                name = f"features-{len(shards):05d}.safetensors"
-                tensors = {
-                    key: torch.cat([getattr(sample, key) for sample in pending]) for key in _NAMES
-                }
-                save_file(tensors, temporary / name)
+                name = shard_name(len(shards))
+                save_file(shard_tensors(pending), temporary / name)
                 shards.append(name)
                 pending.clear()
 
             for sample in samples:
-                _check_sample(sample)
-                entries.append(_entry(sample, shard=len(shards), start=rows))
+                check_sample(sample)
+                stored = sample.target_log_normalizer is not None
+                if entries and stored != with_normalizer:
+                    raise DataError(
+                        f"sample {sample.id}: expected target_log_normalizer in all samples or in "
+                        "none. Capture the samples again."
+                    )
+                with_normalizer = stored
+                entries.append(entry(sample.id, sample.loss_mask.numpy(), len(shards), rows))
                 pending.append(sample)
                 rows += len(sample.input_ids)
                 if rows >= shard_rows:
@@ -121,7 +101,13 @@ def write_features(
                     f"{directory}: expected at least one sample, found none. "
                     "Raise max_length, or give conversations with assistant answers."
                 )
-            index = _Index(format=1, shards=shards, metadata=dict(metadata or {}), samples=entries)
+            index = Index(
+                format=1,
+                shards=shards,
+                metadata=dict(metadata or {}),
+                samples=entries,
+                normalizer=with_normalizer,
+            )
             (temporary / INDEX_NAME).write_text(index.model_dump_json(), encoding="utf-8")
     except FileExistsError:
         raise DataError(
@@ -130,22 +116,36 @@ def write_features(
         ) from None
 
 
+def shard_name(number: int) -> str:
+    """Return the file name of a feature shard."""
+    return f"features-{number:05d}.safetensors"
+
+
+def shard_tensors(samples: Sequence[FeatureSample]) -> dict[str, Tensor]:
+    """Return a shard's tensors: the rows of its samples, one after the other."""
+    names = [name for name in _NAMES if getattr(samples[0], name) is not None]
+    return {name: torch.cat([getattr(sample, name) for sample in samples]) for name in names}
+
+
 class FeatureDirectory:
     """Map-style reader: `len(features)`, `features[i]`, and lengths without opening a shard.
 
     Attributes:
         ids, lengths, supervised: per sample, its name, tokens and supervised tokens.
+        trainable: per sample, whether it has an anchor candidate; None where the index, an older
+            one, does not say.
         places: per sample, the shard that holds it and its first row there.
         metadata: what the writer kept with the index.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._index = _read_index(self.path)
+        self._index = read_index(self.path)
         self.metadata = self._index.metadata
         self.ids = [entry.id for entry in self._index.samples]
         self.lengths = [entry.length for entry in self._index.samples]
         self.supervised = [entry.supervised for entry in self._index.samples]
+        self.trainable = [entry.trainable for entry in self._index.samples]
         shards = [self.path / name for name in self._index.shards]
         self.places = [(shards[entry.shard], entry.start) for entry in self._index.samples]
 
@@ -160,13 +160,13 @@ class FeatureDirectory:
 
         Returns:
             `input_ids` [S], `loss_mask` [S], `hidden_states` [S, L·H],
-            `target_last_hidden_states` [S, H], `target_log_normalizer` [S].
+            `target_last_hidden_states` [S, H], and `target_log_normalizer` [S] where it is stored.
 
         Raises:
             IndexError: i is out of range.
             DataError: the shard is missing or damaged.
         """
-        return self._read(i, _NAMES)
+        return self._read(i, _NAMES if self._index.normalizer else _NAMES[:-1])
 
     def tokens(self, i: int) -> dict[str, Tensor]:
         """`input_ids` [S] and `loss_mask` [S] of sample i; no state is read."""
@@ -202,35 +202,10 @@ def _read_rows(shard: Path, rows: slice, names: tuple[str, ...]) -> dict[str, Te
         ) from None
 
 
-def _read_index(directory: Path) -> _Index:
-    """The checked index of a feature directory."""
-    path = directory / INDEX_NAME
-    try:
-        return _Index.model_validate_json(path.read_bytes())
-    except OSError as error:
-        problem = str(error.strerror)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    raise DataError(
-        f"{path}: expected the index of a feature directory, found: {problem}. "
-        "Check the path, or write the features again."
-    )
-
-
-def _entry(sample: FeatureSample, shard: int, start: int) -> _Entry:
-    return _Entry(
-        id=sample.id,
-        shard=shard,
-        start=start,
-        length=len(sample.input_ids),
-        supervised=int((sample.loss_mask > 0.5).sum()),
-    )
-
-
-def _check_sample(sample: FeatureSample) -> None:
+def check_sample(sample: FeatureSample) -> None:
     """Refuse a sample whose tensors do not have one length, or no rows at all."""
-    lengths = {name: len(getattr(sample, name)) for name in _NAMES}
+    tensors = {name: getattr(sample, name) for name in _NAMES}
+    lengths = {name: len(tensor) for name, tensor in tensors.items() if tensor is not None}
     if len(set(lengths.values())) != 1 or 0 in lengths.values():
         raise DataError(
             f"sample {sample.id}: expected tensors of one length above 0, found {lengths}. "
