@@ -29,10 +29,14 @@ _ALPHAS = ((0.1, 0.9, 1.0), (1.0, 0.0, 0.0), (0.0, 1.0, 0.5), (0.5, 0.25, 2.0))
 
 @dataclass(frozen=True)
 class Configuration:
-    """A recipe by name; with `one_anchor` its batches have one block a row."""
+    """A recipe by name; with `one_anchor` its batches have one block a row.
+
+    `quick` says whether a quick run has it: XLA's compilation is most of the time there.
+    """
 
     recipe: Recipe
     one_anchor: bool = False
+    quick: bool = True
 
     @property
     def name(self) -> str:
@@ -191,4 +195,26 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     _eagle3("eagle3-five-steps", 5, rms_norm_eps=1e-2, rope_theta=50.0),
     _eagle3("eagle3-all-but-one-kept", 2, draft_vocab_size=V - 1),
 )
-BY_NAME = {configuration.name: configuration for configuration in CONFIGURATIONS}
+
+# What a quick run can spare: each clause is served by another configuration.
+_SPARED = (
+    "full-gated",
+    "full-rnn-nodecay",
+    "full-gated-noconfidence",
+    "full-rnn-detached",
+    "pruned-sliding-1",
+    "one-anchor-none-full",
+    "dflash-full",
+    "dpace-both-full",
+    "dpace-seven-slots",
+    "eagle3-five-steps",
+    "eagle3-all-but-one-kept",
+)
+BY_NAME = {c.name: replace(c, quick=c.name not in _SPARED) for c in CONFIGURATIONS}
+
+
+def chosen_configurations(quick: bool, names: tuple[str, ...] | None) -> list[Configuration]:
+    """Return the configurations of a run: those that are named, else all or the quick ones."""
+    if names is not None:
+        return [configuration for name, configuration in BY_NAME.items() if name in names]
+    return [configuration for configuration in BY_NAME.values() if configuration.quick or not quick]

@@ -158,7 +158,7 @@ def _cards(document: Document, mutants: Document | None) -> str:
     ]
     name, share = _closest(document)
     cards.append(
-        _card("Closest call", "exact" if share == 0 else f"{share:.1%}", "", f"of what {name}")
+        _card("Closest call", _share_text(share), "bad" if share > 1 else "", f"of what {name}")
     )
     if mutants is not None:
         entries = mutants.get("entries", [])
@@ -167,6 +167,12 @@ def _cards(document: Document, mutants: Document | None) -> str:
         told = "faults put into either side, one at a time, that a check saw"
         cards.append(_card("Mutants", f"{seen} of {len(entries)}", style, told))
     return "".join(cards)
+
+
+def _share_text(share: float) -> str:
+    if share > 1:
+        return "over 100%"
+    return "equal" if share == 0 else f"{100 * share:.2g}%"
 
 
 def _closest(document: Document) -> tuple[str, float]:
@@ -193,9 +199,10 @@ def _findings(document: Document) -> str:
     if not rows:
         return ""
     head = "<tr><th>check</th><th>configuration</th><th>what</th><th>error</th><th>replay</th></tr>"
+    table = f"<thead>{head}</thead><tbody>{''.join(rows)}</tbody>"
     return (
-        f'<h2>Disagreements</h2><div class="table"><table class="bad-rows"><thead>{head}</thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div>"
+        '<h2>Disagreements</h2><div class="table"><table class="bad-rows texts">'
+        f"{table}</table></div>"
     )
 
 
@@ -265,7 +272,7 @@ def _growth(document: Document) -> str:
         "where a gradient is near 0, so a good curve creeps up; a jump means that the two compute "
         "different things."
     )
-    return _figure(growth_chart(curves), caption)
+    return f'<div class="narrow">{_figure(growth_chart(curves), caption)}</div>'
 
 
 def _mutants(mutants: Document | None) -> str:
@@ -286,7 +293,8 @@ def _mutants(mutants: Document | None) -> str:
         for name in order
     )
     head = "<tr><th>first seen by</th><th>mutants</th><th>which</th></tr>"
-    return f'<div class="table"><table><thead>{head}</thead><tbody>{rows}</tbody></table></div>'
+    table = f"<thead>{head}</thead><tbody>{rows}</tbody>"
+    return f'<div class="table"><table class="texts">{table}</table></div>'
 
 
 def _blind_spots(document: Document) -> str:

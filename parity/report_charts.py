@@ -11,6 +11,14 @@ from torch_port.drawing.text import escape, power_text
 
 _WIDTH, _LEFT, _RIGHT, _ROW, _TOP = 960, 110, 30, 30, 26
 _LOW, _HIGH = 1e-17, 1e1  # what is 0 stands at the low end, what is no number at the high one
+# Direct labels have room for a dozen letters.
+_SHORT = {
+    "pruned-vanilla": "DSpark",
+    "dflash-pruned": "DFlash",
+    "dpace-both": "D-PACE",
+    "eagle3-pruned": "EAGLE3",
+    "dflash-pruned, spikes": "with spikes",
+}
 _STYLES = ("pruned", "full", "coverage", "parity", "untrained")
 
 
@@ -75,7 +83,7 @@ def growth_chart(curves: Mapping[str, Sequence[float]]) -> str:
     """A line per training run: the worst parameter's error after each step."""
     lines = [
         Series(
-            name,
+            _SHORT.get(name, name[:12]),
             [(float(step), max(error, 1e-17)) for step, error in enumerate(values, start=1)],
             _STYLES[number % len(_STYLES)],
             f"{values[-1]:.0e} at last" if values else "",

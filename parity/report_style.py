@@ -9,6 +9,8 @@ _OWN = """
 td.left { text-align: left; white-space: normal; min-width: 220px; }
 code { font-size: 12px; overflow-wrap: anywhere; }
 .bad-rows th { color: var(--bad); }
+.texts thead th { text-align: left; }
+.narrow { max-width: 700px; }
 .matrix { font-size: 12px; }
 .matrix th, .matrix td { padding: 2px 6px; }
 .matrix tbody th { white-space: nowrap; padding-left: 0; }

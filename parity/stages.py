@@ -167,15 +167,17 @@ def spec_cells(case: Case, dtype: str) -> Answer:
     arrays = case.group("batch")
     batch = spec_batch(arrays, dtype)
     decay = case.objective.get("loss_decay_gamma")
+    flash = _is_dflash(case)  # whose objective is static, its decay among it
     found = _cells_function()(
         config,
         tuple(_windows(case)),
+        decay if flash else None,
         batch,
         jnp.asarray(vocabulary.index),
-        None if decay is None else jnp.asarray(decay, dtype),
+        None if flash or decay is None else jnp.asarray(decay, dtype),
     )
     cells = {name: np.asarray(value) for name, value in found.items()}
-    if _is_dflash(case):
+    if flash:
         del cells["previous"]  # no head reads it
     for window in _windows(case):
         context = cells.pop(f"context {window}")
@@ -205,13 +207,15 @@ def _cells_function() -> Any:
 
     evaluate = import_module("jaxdraft.evaluate")  # the package has a function of that name
 
-    def cells(config: Any, windows: Any, batch: Any, index: Any, decay: Any) -> dict[str, Any]:
+    def cells(
+        config: Any, windows: Any, flash_decay: Any, batch: Any, index: Any, decay: Any
+    ) -> dict[str, Any]:
         anchors, keep, slots = batch.anchor_positions, batch.block_keep_mask, config.block_size
         dtype = batch.target_last_hidden_states.dtype
         labels: Any
         if config.projector_type == DFLASH:
             labels = dflash.read_labels(config, batch)
-            weights = dflash.decayed_weights(labels.mask, decay, dtype)
+            weights = dflash.decayed_weights(labels.mask, flash_decay, dtype)
             previous = labels.tokens
         else:
             labels = evaluate.read_labels(config, batch)
@@ -237,7 +241,7 @@ def _cells_function() -> Any:
             found[f"own {window}"] = blocks.own_visibility(keep, slots, window is not None)
         return found
 
-    return jax.jit(cells, static_argnums=(0, 1))
+    return jax.jit(cells, static_argnums=(0, 1, 2))
 
 
 def _spec_stages(case: Case, dtype: str, answer: Answer) -> dict[str, Array]:

@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from parity.checks.base import CHECKS, CheckResult, Finding, Plan, find_check
+from parity.checks.base import CHECKS, PLACES, CheckResult, Finding, Plan, find_check
 from torch_port.cache import default_cache_root
 
 WORKERS = 2
@@ -78,7 +79,7 @@ def run_suite(
     """Run checks in worker processes; with no worker, here.
 
     Arguments: the plan (its own `progress` is not called); the checks by name; `progress(done,
-    total, what)`, tasks that are done and cases so far; `on_finding` as soon as one is known.
+    total, what)`, random cases and the tasks that are done; `on_finding` as soon as one is known.
     Raises RuntimeError when a worker dies.
     """
     started = time.monotonic()
@@ -117,9 +118,9 @@ def _groups(names: Sequence[str]) -> list[tuple[str, ...]]:
 
 def _configurations(check: str, plan: Plan) -> list[str | None]:
     if check in BATCHES:
-        from parity.configurations import CONFIGURATIONS
+        from parity.configurations import chosen_configurations
 
-        return [configuration.name for configuration in CONFIGURATIONS]
+        return [c.name for c in chosen_configurations(plan.quick, plan.configurations)]
     if check == "decoding":
         from parity.checks.decoding import KINDS
 
@@ -133,6 +134,15 @@ def _configurations(check: str, plan: Plan) -> list[str | None]:
 
         return list(chosen(plan))
     return [None]
+
+
+def expected_cases(task: Task, plan: Plan) -> int:
+    """Return how many random cases a task counts, if nothing disagrees."""
+    if task.checks[0] in ("training", "checkpoints"):
+        return 1
+    module: Any = import_module(PLACES[task.checks[0]][0])
+    each = plan.count(module.QUICK, module.WHOLE)
+    return each * (len(module.KINDS) if task.configuration is None else 1)
 
 
 def run_task(task: Task, plan: Plan) -> dict[str, CheckResult]:
@@ -181,9 +191,9 @@ def _run_tasks(
     todo: list[Task], plan: Plan, workers: int, progress: Progress
 ) -> Iterator[dict[str, CheckResult]]:
     if workers == 0:
-        for number, task in enumerate(todo):
+        for number, task in enumerate(todo, start=1):
             yield run_task(task, plan)
-            progress(number + 1, len(todo), "tasks")
+            progress(number, len(todo), f"{task.checks[0]} {task.configuration or ''}")
         return
     context = multiprocessing.get_context("spawn")
     channel = context.Queue()
@@ -195,9 +205,9 @@ def _run_tasks(
             workers, mp_context=context, initializer=_begin, initargs=(channel,)
         ) as pool:
             quiet = replace(plan, progress=_count)
-            yield from _collect(
-                {pool.submit(run_task, task, quiet) for task in todo}, channel, progress
-            )
+            waiting = {pool.submit(run_task, task, quiet) for task in todo}
+            cases = sum(expected_cases(task, plan) for task in todo)
+            yield from _collect(waiting, cases, channel, progress)
     finally:
         for name, old in before.items():
             if old is None:
@@ -205,7 +215,7 @@ def _run_tasks(
 
 
 def _collect(
-    waiting: set[Future[dict[str, CheckResult]]], channel: Any, progress: Progress
+    waiting: set[Future[dict[str, CheckResult]]], expected: int, channel: Any, progress: Progress
 ) -> Iterator[dict[str, CheckResult]]:
     """Yield what the workers return, counting their cases meanwhile."""
     total, cases = len(waiting), 0
@@ -219,7 +229,7 @@ def _collect(
                     cases += channel.get_nowait()
             except queue.Empty:
                 pass
-            progress(total - len(waiting), total, f"{cases:,} cases")
+            progress(cases, expected, f"{total - len(waiting)} of {total} tasks")
     finally:
         for future in waiting:
             future.cancel()

@@ -182,15 +182,15 @@ class Check:
 
 
 def find_check(name: str) -> Check:
-    """Return the check of that name: `CHECK_<NAME>` of the module that `_PLACES` says."""
-    module, attribute = _PLACES[name]
+    """Return the check of that name: `CHECK_<NAME>` of the module that `PLACES` says."""
+    module, attribute = PLACES[name]
     found: Any = getattr(importlib.import_module(module), attribute)
     assert isinstance(found, Check)
     return found
 
 
 # One evaluation of a batch answers five checks, so they share a module.
-_PLACES = {
+PLACES = {
     "vocabulary": ("parity.checks.vocabulary", "CHECK"),
     "blocks": ("parity.checks.batches", "BLOCKS"),
     "losses": ("parity.checks.batches", "LOSSES"),

@@ -15,7 +15,7 @@ from parity.cases import Array, Case
 from parity.checks.base import Check, CheckResult, Measured, Plan, record
 from parity.checks.losses import REFUSALS
 from parity.compare import TOLERANCE, relative_error
-from parity.configurations import CONFIGURATIONS, Configuration
+from parity.configurations import Configuration, chosen_configurations
 from parity.edges import LOSS_ONLY, edges
 from parity.recipes import V
 from parity.shrink import smallest
@@ -49,15 +49,16 @@ _ACCEPTANCE_ROWS = (
 def run_batches(plan: Plan, names: Sequence[str] = NAMES) -> dict[str, CheckResult]:
     """Run some of the five checks on the same evaluations; return their results by name."""
     results = {name: CheckResult(name) for name in names}
-    chosen = [c for c in CONFIGURATIONS if plan.wants(c.name)]
+    chosen = chosen_configurations(plan.quick, plan.configurations)
     started = time.process_time()
     count = plan.count(QUICK, WHOLE)
     done, total = 0, len(chosen) * count
     for configuration in chosen:
         failures = 0
         for number, case in _cases(configuration, plan.seed, count):
-            done += number >= 0
-            plan.progress(done, total)
+            if number >= 0:
+                done += 1
+                plan.progress(done, total)
             for result in results.values():
                 result.edges += number < 0
             measured = compare_case(case, "float64", names)
@@ -232,6 +233,8 @@ LOSSES = Check(
         "sum and maximum, α and the L1",
         "slots outside the evaluation mask, which are unspecified",
         "EAGLE3's cross entropy slot by slot: each step's sum is compared",
+        "captured states that are NaN where no block reads them: the port takes them as 0, the "
+        "specification multiplies them by 0 and answers NaN (open)",
     ),
 )
 GRADIENTS = Check(
