@@ -173,7 +173,7 @@ PORT: tuple[Mutant, ...] = (
         "return torch.where(own < 0, column < slot_G1, own > slot_G1)",
         "return (column < slot_G1) | (own > slot_G1)",
         ("blocks", "losses"),
-        ("pruned-sliding",),
+        ("pruned-sliding-1",),
     ),
     _port(
         "head-norms-without-weight",
@@ -357,10 +357,10 @@ PORT: tuple[Mutant, ...] = (
     _port(
         "nan-behind-weight",
         "§8",
-        "states of slots that do not count enter the heads before a weight of 0",
+        "a teacher that is no number where a slot does not count enters the L1 before the selection",
         "objective/terms",
-        "hidden = _where_evaluated(M, chunk.hidden)",
-        "hidden = chunk.hidden",
+        "teacher = _where_evaluated(M, teacher.view(*M.shape, -1))",
+        "teacher = teacher.view(*M.shape, -1)",
         ("gradients",),
         _PRUNED,
     ),

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from parity.checks.base import CHECKS, Finding, Plan, find_check
-from parity.mutant_catalogue import Mutant, mutate
+from parity.mutant_catalogue import Mutant, StaleError, mutate
 
 # The seed of the drawn cases: a mutant's verdict must not change from one run to the next.
 SEED = 0
@@ -32,14 +32,18 @@ _COMMON = ("numpy", "torch", "jax", "flax.linen", "optax", "pydantic", "safetens
 class _Loader(importlib.machinery.SourceFileLoader):
     """Loads a module from its source with the fault in it; no bytecode is read or written."""
 
-    def __init__(self, mutant: Mutant, path: str, injected: list[str]) -> None:
-        super().__init__(mutant.module, path)
-        self._mutant, self._injected = mutant, injected
+    def __init__(self, injector: Injector, path: str) -> None:
+        super().__init__(injector.mutant.module, path)
+        self._injector = injector
 
     def get_code(self, fullname: str) -> types.CodeType:
         path = self.get_filename(fullname)
-        source = mutate(self._mutant, self.get_data(path).decode("utf-8"))
-        self._injected.append(fullname)
+        try:
+            source = mutate(self._injector.mutant, self.get_data(path).decode("utf-8"))
+        except StaleError as error:
+            self._injector.stale = str(error)  # a check may take the exception for a disagreement
+            raise
+        self._injector.injected = True
         return compile(source, path, "exec", dont_inherit=True)
 
 
@@ -47,7 +51,8 @@ class Injector(importlib.abc.MetaPathFinder):
     """Finds the mutant's module before Python's own finders do; `injected` says that it came."""
 
     def __init__(self, mutant: Mutant) -> None:
-        self.mutant, self.injected = mutant, list[str]()
+        self.mutant, self.injected = mutant, False
+        self.stale: str | None = None
 
     def find_spec(
         self,
@@ -61,7 +66,7 @@ class Injector(importlib.abc.MetaPathFinder):
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is None or spec.origin is None:
             return None
-        spec.loader = _Loader(self.mutant, spec.origin, self.injected)
+        spec.loader = _Loader(self, spec.origin)
         return spec
 
 
@@ -100,12 +105,14 @@ def examine(mutant: Mutant, others: bool, injector: Injector) -> dict[str, Any]:
         if result.findings:
             finding = result.findings[0]
             break
+    if injector.stale is not None:
+        return {"error": injector.stale}
     return {
         "detected_by": None if finding is None else finding.check,
         "finding": None if finding is None else _told(finding),
         "ran": ran,
         "broken": broken,
-        "injected": bool(injector.injected),
+        "injected": injector.injected,
     }
 
 

@@ -36,7 +36,8 @@ NO_OP = Mutant(
     configurations=("ties",),
 )
 ENDS = replace(NO_OP, name="ends", new="import os\n\nos._exit(3)\n")
-MUTATED = [*(BY_NAME[name] for name in SLICE), NO_OP, ENDS]
+STALE = replace(NO_OP, name="stale", old="no such text")
+MUTATED = [*(BY_NAME[name] for name in SLICE), NO_OP, ENDS, STALE]
 
 
 def _digests() -> dict[str, str]:
@@ -84,6 +85,19 @@ def test_a_process_that_ends_is_no_detection(verdicts: dict[str, Verdict]) -> No
     assert verdict.note == "no verdict: the process ended with status 3"
 
 
+def test_a_text_that_goes_stale_during_the_run_is_no_detection(
+    verdicts: dict[str, Verdict],
+) -> None:
+    """Fault: the exception of an edit that could not be made, taken for a disagreement by a check.
+
+    Seen: a source was edited while the mutants ran, and "losses" had detected the mutant.
+    """
+    verdict = verdicts["stale"]
+    assert verdict.detected_by is None
+    assert verdict.note is not None
+    assert verdict.note.startswith("stale: its old text occurs 0 times")
+
+
 @pytest.mark.parametrize(
     ("old", "times"), [("no such text", 0), ("import jax", 2), ("np.bool_", None)]
 )
@@ -99,7 +113,7 @@ def test_stale_text_is_refused(old: str, times: int | None) -> None:
 
 def test_the_command_refuses_a_stale_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault: a run that reports "detected" of mutants whose source has moved on."""
-    stale = replace(NO_OP, old="no such text")
+    stale = replace(STALE, name="no-op")
     monkeypatch.setattr(mutant_commands, "catalogue", lambda: (NO_OP, stale))
     result = CliRunner().invoke(app, ["mutants"])
     assert result.exit_code == 2
