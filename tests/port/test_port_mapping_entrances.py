@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from test_port_mapping import (
 from torch import nn
 
 from torch_port.errors import UserError
+from torch_port.vocabulary.files import load_map
 from torch_port.vocabulary.mapping import buffers_from_kept
 
 
@@ -153,3 +155,13 @@ def test_what_is_no_tensor_is_refused_in_words(value: object) -> None:
     for toy in (Toy(), Toy(V, V)):
         with pytest.raises(UserError, match="both must be tensors"):
             toy.load_state_dict(state, strict=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["sparse", "meta"])
+def test_a_map_file_without_plain_values_is_refused_in_words(tmp_path: Path, kind: str) -> None:
+    """Fault: torch's own NotImplementedError out of the check that follows the reading."""
+    t2d, d2t = a_map(KEPT)
+    given = t2d.to_sparse() if kind == "sparse" else t2d.to("meta")
+    torch.save({"t2d": given, "d2t": d2t}, tmp_path / "map.pt")
+    with pytest.raises(UserError, match=r"map\.pt: no vocabulary map .*must be plain tensors"):
+        load_map(tmp_path / "map.pt")

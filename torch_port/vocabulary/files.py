@@ -77,6 +77,8 @@ def load_map(path: Path) -> tuple[Tensor, Tensor, dict[str, str]]:
             isinstance(t2d, Tensor) and isinstance(d2t, Tensor) and t2d.dim() == d2t.dim() == 1
         ):
             raise TypeError("t2d and d2t must be vectors")
+        if any(x.is_meta or x.layout != torch.strided for x in (t2d, d2t)):
+            raise TypeError("t2d and d2t must be plain tensors with values")
     except UserError:
         raise
     except _UNREADABLE as error:
