@@ -157,7 +157,7 @@ def write_draft(directory: Path, sizes: dict[str, int]) -> None:
         "d2t": b"".join(struct.pack("<q", i) for i in range(K)),  # draft id i is target id 2i
     }
     directory.mkdir()
-    placed = {}
+    placed: dict[str, str] = {}
     for i, shard in enumerate(shards, start=1):
         file = f"model-{i:05}-of-{len(shards):05}.safetensors"
         write_file(directory / file, shard, values)
