@@ -108,3 +108,20 @@ def test_map_of_another_size_is_refused() -> None:
     model = Eagle3Draft(Eagle3Config(**(SIZES | {"draft_vocab_size": 16})))
     with pytest.raises(UserError, match="draft_vocab_size"):
         model.install_vocab_mapping(*buffers_from_kept(torch.tensor([0, 3, 4, 9, 12]), 16))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("kind", ["never ran", "bf16"])
+def test_a_load_does_not_write_into_the_targets_embedding(kind: str, assign: bool) -> None:
+    """Faults: zeros of a draft that never ran, or a rounded copy, written over the target's E."""
+    frozen, b = target(), eagle3_batch()
+    before = frozen.embed_tokens.clone()
+    model = eagle3_draft()
+    wanted = model(b.input_ids, b.hidden_states, frozen, 2)
+    state = {name: x.clone() for name, x in model.state_dict().items()}
+    E = state["embed_tokens.weight"]
+    state["embed_tokens.weight"] = torch.zeros_like(E) if kind == "never ran" else E.bfloat16()
+    model.load_state_dict(state, assign=assign)
+    assert torch.equal(frozen.embed_tokens, before)
+    got = model(b.input_ids, b.hidden_states, frozen, 2)
+    assert all(torch.equal(x, y) for x, y in zip(got, wanted, strict=True))

@@ -36,6 +36,8 @@ def build_draft(
     `trainable_head`: the draft gets the checkpoint's head as a parameter of its own.
     Raises UserError when a head is asked for and the checkpoint has none.
     """
+    if trainable_head and checkpoint.algorithm == "eagle3":
+        trainable_head = False  # its head is a weight of its own already
     settings = {"trainable_head": True} if trainable_head else {}
     with torch.device("meta"):
         draft = find_algorithm(checkpoint.algorithm).draft_class()(

@@ -90,8 +90,13 @@ def _refuse_other_embedding(
     # Before anything is copied: the weight may be the target's own memory.
     assert isinstance(module, BorrowedEmbedding)
     arriving = state_dict.get(prefix + "weight")
-    if arriving is not None:  # load_state_dict itself reports a missing key
-        module.refuse_other(arriving)
+    if arriving is None:
+        return  # load_state_dict itself reports a missing key
+    module.refuse_other(arriving)
+    # The same one, in fewer bits, or none: what is here stays. It may be the target's own memory,
+    # and a copy of zeros or of rounded values would change the target itself.
+    if not module.weight.is_meta and bool(module.weight.any()):
+        state_dict[prefix + "weight"] = module.weight
 
 
 class Eagle3Attention(nn.Module):
