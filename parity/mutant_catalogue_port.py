@@ -357,7 +357,7 @@ PORT: tuple[Mutant, ...] = (
     _port(
         "nan-behind-weight",
         "§8",
-        "a teacher that is no number where a slot does not count enters the L1 before the selection",
+        "a teacher that is NaN where a slot does not count enters the L1 before the selection",
         "objective/terms",
         "teacher = _where_evaluated(M, teacher.view(*M.shape, -1))",
         "teacher = teacher.view(*M.shape, -1)",

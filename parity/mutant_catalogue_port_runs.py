@@ -106,7 +106,7 @@ PORT_RUNS: tuple[Mutant, ...] = (
         "        torch.mm(left_CH, right_KH[part].to(wide).T, out=out_CK[:, part])\n"
         "    return out_CK.copy_(out_CK.to(right_KH.dtype))",
         ("precision",),
-        ("pruned-vanilla",),
+        ("rounded once", "pruned-vanilla"),
     ),
     _port(
         "w1-gradient-summed-in-bf16",
@@ -126,17 +126,18 @@ PORT_RUNS: tuple[Mutant, ...] = (
         "    wide = _wide(x)\n    scale = torch.rsqrt",
         "    wide = x\n    scale = torch.rsqrt",
         ("precision",),
-        ("pruned-vanilla",),
+        ("rounded once", "pruned-vanilla"),
     ),
     _port(
         "attention-in-bf16",
         "§11",
-        "blockwise attention's scores and softmax are in the input's dtype",
+        "blockwise attention rounds its scores to the input's dtype before the softmax",
         "models/blockwise",
-        "self.wide = torch.promote_types(q_AQD.dtype, torch.float32)",
-        "self.wide = q_AQD.dtype",
+        "return torch.softmax(scores_RMC, -1, out=shares_RMC), seen_2RCD",
+        "rounded_RMC = scores_RMC.to(self.q_AQD.dtype).to(self.wide)\n"
+        "        return torch.softmax(rounded_RMC, -1, out=shares_RMC), seen_2RCD",
         ("precision",),
-        ("pruned-vanilla",),
+        ("rounded once", "pruned-vanilla"),
     ),
     _port(
         "rotary-tables-float32",
@@ -151,13 +152,13 @@ PORT_RUNS: tuple[Mutant, ...] = (
     _port(
         "masters-in-bf16",
         "§11",
-        "a bf16 draft's masters are its bf16 parameters",
+        "a bf16 draft's masters are rounded to bf16 after every update",
         "training/optimizer",
-        "            wide = torch.promote_types(parameter.dtype, torch.float32)\n"
-        "            master = parameter",
-        "            wide = parameter.dtype\n            master = parameter",
-        ("training", "precision"),
-        ("bf16 masters", "pruned-vanilla"),
+        "                    parameter.copy_(master)\n",
+        "                    parameter.copy_(master)\n"
+        "                    master.copy_(parameter)\n",
+        ("training",),
+        ("bf16 masters",),
     ),
     _port(
         "dflash-prefix-mask",
