@@ -205,7 +205,7 @@ def to_tensor(array: Any) -> Tensor:
 def refusals(directory: Path) -> Iterator[None]:
     """Say jaxdraft's refusals as the port's, naming the directory, and a missing jax in a sentence.
 
-    A KeyError is a name outside `parity.names`.
+    A KeyError is a name outside `parity.names` (it says so), or an absent field of a record.
     """
     hooks = sys.excepthook, sys.unraisablehook
     sys.excepthook = sys.unraisablehook = _say_nothing
@@ -218,7 +218,10 @@ def refusals(directory: Path) -> Iterator[None]:
             f'{directory}: orbax needs jax ({error}); pip install "jaxdraft[spec]"'
         ) from None
     except (ValueError, NotImplementedError, KeyError) as error:
-        words = str(error.args[0]) if isinstance(error, KeyError) else str(error)
+        words = str(error)
+        if isinstance(error, KeyError):
+            key = str(error.args[0])
+            words = key if " " in key else f"{key} is missing in its record; copy it again"
         place = "" if str(directory) in words else f"{directory}: "
         raise UserError(place + words.replace("\n", " ")) from None
     finally:
