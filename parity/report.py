@@ -54,6 +54,7 @@ def describe(suite: SuiteResult, commands: Mapping[int, str]) -> dict[str, Any]:
         "agrees": suite.agrees,
         "random_cases": cases,
         "edges": edges,
+        "refused": suite.refused,
         "disagreements": len(suite.findings),
         "versions": suite.versions,
         "checks": [_described(result, commands) for result in suite.results.values()],
@@ -153,7 +154,8 @@ def _cards(document: Document, mutants: Document | None) -> str:
             "Random cases",
             f"{document['random_cases']:,}",
             "",
-            f"and {document['edges']} edges, in {len(configurations)} configurations",
+            f"and {document['edges']} edges, in {len(configurations)} configurations; "
+            f"{document['refused']} of all are batches that both sides refuse",
         ),
     ]
     name, share = _closest(document)

@@ -65,6 +65,11 @@ class SuiteResult:
             cases += sum(most.cases.values()) - most.edges
         return cases, edges
 
+    @property
+    def refused(self) -> int:
+        """How many batches both sides refused, which leaves only their blocks to compare."""
+        return max((result.refused for result in self.results.values()), default=0)
+
 
 Progress = Callable[[int, int, str], None]
 

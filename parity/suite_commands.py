@@ -181,7 +181,7 @@ def _line(name: str, result: CheckResult) -> str:
     if closest is not None:
         allowed = result.tolerance[closest]
         told = f"worst {result.worst[closest]:.1e}"
-        told += f" of {allowed:.0e} allowed ({closest})" if allowed else ", all equal"
+        told += f" of {allowed:.0e} allowed ({closest})" if allowed else " where all must be equal"
     verdict = "ok  " if result.agrees else "FAIL"
     return f"{verdict} {name:<12}{cases:>7,} cases, {len(result.cases):>2} configurations; {told}"
 

@@ -92,6 +92,7 @@ class CheckResult:
     findings: list[Finding] = field(default_factory=list)
     curves: dict[str, list[float]] = field(default_factory=dict)  # error by step (training)
     edges: int = 0  # how many of the cases are of the fixed list
+    refused: int = 0  # how many both sides refused in the same words: no numbers to compare
     seconds: float = 0.0  # of CPU: the workers have one thread each
 
     @property
@@ -119,6 +120,7 @@ class CheckResult:
         self.findings += other.findings
         self.curves |= other.curves
         self.edges += other.edges
+        self.refused += other.refused
         self.seconds += other.seconds
 
 
