@@ -28,6 +28,7 @@ from format_corruptions import (
     RECORDS,
     SHARDED,
     Fault,
+    swapped_names,
     truncated,
 )
 from format_toys import CASES, LAYERS, bits, read_json, write_draft, write_eagle3, write_target
@@ -270,7 +271,8 @@ def dcp_parts(directory: Path, original: Path) -> None:
 
 
 def test_tensors_that_ranks_saved_in_parts(tmp_path: Path) -> None:
-    """Faults: a rank's rows taken for the whole; parts in the wrong order; a gap filled."""
+    """Faults: a rank's rows taken for the whole; parts in the wrong order; a gap filled; a header
+    that is not the one that run.json knows."""
     run = training_checkpoint(tmp_path, torch.bfloat16)
     parted = tmp_path / "parted"
     parted.mkdir()
@@ -283,6 +285,11 @@ def test_tensors_that_ranks_saved_in_parts(tmp_path: Path) -> None:
 
     seal()
     assert outcome(parted, run) == "equal"
+    swapped_names(random.Random(0), parted)  # of files without a digest of their own
+    with pytest.raises(UserError, match="its header was changed"):
+        read_checkpoint(parted)
+    dcp_parts(parted, run)
+    seal()
     next(parted.glob("shard-00001*")).unlink()
     seal()
     with pytest.raises(UserError, match=r"gap|missing|shape"):

@@ -293,3 +293,13 @@ def test_speculators_without_the_number_of_target_layers(tmp_path: Path) -> None
         read_checkpoint(directory)
     target = TargetDirectory(write_target(tmp_path / "t"))
     assert read_checkpoint(directory, target).config.num_target_layers == LAYERS
+
+
+def test_an_index_that_names_what_no_file_holds(tmp_path: Path) -> None:
+    """Fault: a shard that was cut short by a tensor nobody misses (an optional one)."""
+    directory = write_draft(tmp_path / "a", CASES["vanilla"], "hf", shards=2)
+    index = read_json(directory / "model.safetensors.index.json")
+    index["weight_map"]["lm_head.weight"] = "model-00002-of-00002.safetensors"
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"names lm_head\.weight, which model-00002"):
+        read_checkpoint(directory)

@@ -209,10 +209,7 @@ def _pickled(path: Path) -> Weights:
     odd = [n for n, t in content.items() if t.layout != torch.strided or t.device.type != "cpu"]
     if odd:
         raise UserError(f"{path}: {odd[0]} is no plain tensor (sparse, or without values)")
-    return {
-        name: tensor_ref(value.detach().contiguous(), f"{path}: {name}")
-        for name, value in content.items()
-    }
+    return {name: tensor_ref(value.detach(), f"{path}: {name}") for name, value in content.items()}
 
 
 def _wrong_dtype(where: str, dtype: str) -> UserError:
