@@ -13,6 +13,7 @@ import queue
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib import import_module
@@ -21,6 +22,7 @@ from typing import Any
 
 from parity.checks.base import CHECKS, PLACES, CheckResult, Finding, Plan, find_check
 from torch_port.cache import default_cache_root
+from torch_port.errors import UserError
 
 WORKERS = 2
 BATCHES = ("blocks", "losses", "gradients", "metrics", "acceptance")  # one evaluation for all
@@ -85,7 +87,7 @@ def run_suite(
 
     Arguments: the plan (its own `progress` is not called); the checks by name; `progress(done,
     total, what)`, random cases and the tasks that are done; `on_finding` as soon as one is known.
-    Raises RuntimeError when a worker dies.
+    Raises UserError when a worker dies.
     """
     started = time.monotonic()
     suite = SuiteResult(
@@ -213,6 +215,11 @@ def _run_tasks(
             waiting = {pool.submit(run_task, task, quiet) for task in todo}
             cases = sum(expected_cases(task, plan) for task in todo)
             yield from _collect(waiting, cases, channel, progress)
+    except BrokenProcessPool:
+        raise UserError(
+            "a worker process of the suite died, perhaps for want of memory (each takes 1.5 GB); "
+            "try --workers 1"
+        ) from None
     finally:
         for name, old in before.items():
             if old is None:

@@ -51,5 +51,5 @@ FLOAT32 = {"forward": 1e-4, "gradients": 1e-3}
 # The port in bf16 against float64 on the same bf16-rounded inputs: rounding 2⁻⁹ = 2e-3 at each of
 # about 20 places on the way (2 layers), so 1e-2 of a tensor's maximum (measured: 1e-2 to 3e-2), and
 # a few times that in the worst element of a case with few slots. Gradients are judged by their
-# direction, 1 − cosine: elements are off by 1e-2 of the norm, which turns it by their square.
-BF16 = {"forward": 0.15, "gradient direction": 0.02}
+# direction, 1 − cosine: an error of a tenth of a tensor's norm turns it by 0.005 (measured: 0.005).
+BF16 = {"forward": 0.15, "gradient direction": 0.05}

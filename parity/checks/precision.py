@@ -23,8 +23,9 @@ from parity.tolerances import BF16, FLOAT32
 NAME = "precision"
 QUICK, WHOLE = 4, 40  # random cases of each configuration
 CHOSEN = ("pruned-vanilla", "full-rnn", "pruned-sliding", "dflash-pruned", "eagle3-pruned")
-# A gradient below this share of the largest of its draft is rounding, and has no direction.
-_SMALL = 1e-2
+# bf16's errors are about 1e-2 of a draft's largest gradient (measured), whatever a tensor's own
+# size: one that is below a tenth of the largest has no direction to judge.
+_SMALL = 0.1
 
 
 def run_precision(plan: Plan) -> CheckResult:
