@@ -13,6 +13,7 @@ from parity.cases import Case, read_case
 from parity.checks.eagle3 import port_eagle3_draft
 from parity.checks.losses import cross_check
 from parity.compare import TOLERANCE
+from parity.draw import draw_recipe
 from parity.names import EAGLE3_TABLE, flax_path, to_flax, to_torch, torch_name
 from parity.recipes import RECIPES, B, S
 from parity.sides import Answer
@@ -22,7 +23,7 @@ BY_NAME = {recipe.name: recipe for recipe in RECIPES if recipe.eagle3 is not Non
 
 
 def random_case(name: str, seed: int, density: float = 0.8) -> Case:
-    case = emitting._draw(BY_NAME[name], seed)
+    case = draw_recipe(BY_NAME[name], seed)
     mask = (np.random.default_rng(seed).random((B, S)) < density).astype(np.float32)
     return replace(case, tensors=case.tensors | {"batch/loss_mask": mask})
 
@@ -69,7 +70,7 @@ def test_what_is_not_supervised_changes_nothing_on_either_side(bad_id: int) -> N
 def test_both_refuse() -> None:
     """Faults: a loss of 0 in place of a refusal; other words than the sheet's."""
     empty = random_case("eagle3-one-step", 1, density=0.0)
-    outside = emitting._draw(BY_NAME["eagle3-nothing-inside"], 2)
+    outside = draw_recipe(BY_NAME["eagle3-nothing-inside"], 2)
     words = "no supervised target tokens", "no in-vocabulary target tokens"
     assert tuple(cross_check(case, "float64").refusal for case in (empty, outside)) == words
 
