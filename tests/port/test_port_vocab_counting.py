@@ -106,7 +106,7 @@ def test_every_cut_of_a_file_reads_each_line_once(tmp_path: Path) -> None:
     text = corpus(tmp_path, ["\n", *SMALL, "\n"])
     length = text.files[0].stat().st_size
     for piece_bytes in range(1, length + 2, 5):
-        pieces = text_corpus._pieces(text.files, piece_bytes)
+        pieces = text_corpus.text_pieces(text.files, piece_bytes)
         got = [c for piece in pieces for c in text_corpus._conversations(piece)]
         assert [len(c.conversations) for _, c in got] == [2, 5], piece_bytes
 

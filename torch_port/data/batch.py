@@ -82,8 +82,17 @@ class Batch:
             if value is not None and value.is_floating_point():
                 stays_wide = field.name in ("target_log_normalizer", "loss_mask")
                 value = value.to(torch.promote_types(dtype, torch.float32) if stays_wide else dtype)
-            moved[field.name] = None if value is None else value.to(device)
+            # From pinned memory the host need not wait for the copy.
+            moved[field.name] = None if value is None else value.to(device, non_blocking=True)
         return Batch(**moved)
+
+    def pin_memory(self) -> Batch:
+        """Return the batch in pinned memory, from which devices copy without waiting."""
+        pinned: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            pinned[field.name] = value.pin_memory() if isinstance(value, Tensor) else value
+        return Batch(**pinned)
 
 
 def collate(

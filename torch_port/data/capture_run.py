@@ -26,8 +26,14 @@ from torch_port.data.features import (
 from torch_port.data.index import INDEX_NAME, entry
 from torch_port.data.parallel import in_processes
 from torch_port.data.resumable import claimed, read_about, write_index, write_shard
-from torch_port.data.target_model import DTYPES, check_tokenizer, fingerprint, load_target_model
-from torch_port.formats.target import TargetDirectory
+from torch_port.data.target_model import (
+    DTYPES,
+    TargetSizes,
+    check_tokenizer,
+    fingerprint,
+    load_target_model,
+    target_sizes,
+)
 from torch_port.progress import stage
 
 RECORD_NAME = "capture.json"
@@ -93,9 +99,10 @@ def capture_features(
     target that cannot be captured, ids beyond its head.
     """
     prepared = FeatureDirectory(settings.prepared)
-    _check(settings, prepared)
+    sizes = target_sizes(settings.target)
+    _check(settings, prepared, sizes)
     with stage("fingerprint", 1, console):
-        token_bytes = _token_bytes(settings)
+        token_bytes = _token_bytes(settings, sizes.hidden_size)
         shard_tokens = settings.shard_tokens or max(1, _SHARD_BYTES // token_bytes)
         inputs = {
             "format": 1,
@@ -114,9 +121,8 @@ def capture_features(
     return plan
 
 
-def _check(settings: CaptureSettings, prepared: FeatureDirectory) -> None:
-    target = TargetDirectory(settings.target)
-    check_target_layer_ids(settings.target_layer_ids, target.num_layers)
+def _check(settings: CaptureSettings, prepared: FeatureDirectory, sizes: TargetSizes) -> None:
+    check_target_layer_ids(settings.target_layer_ids, sizes.layers)
     if settings.dtype not in DTYPES:
         raise DataError(f"--dtype is {settings.dtype!r}. Give one of {', '.join(DTYPES)}.")
     for option, value in (
@@ -126,20 +132,17 @@ def _check(settings: CaptureSettings, prepared: FeatureDirectory) -> None:
         if value is not None and value < 1:
             raise DataError(f"{option} is {value}. Give 1 or more.")
     check_tokenizer(settings.target, prepared.metadata.get("tokenizer_fingerprint"))
-    longest, limit = max(prepared.lengths), target.text_config.get("max_position_embeddings")
-    if type(limit) is int and longest > limit:
+    longest, limit = max(prepared.lengths), sizes.max_positions
+    if limit is not None and longest > limit:
         raise DataError(
             f"{settings.prepared}: its longest sample has {longest} tokens, but the target's "
             f"max_position_embeddings is {limit}. Prepare with --max-length {limit}."
         )
 
 
-def _token_bytes(settings: CaptureSettings) -> int:
+def _token_bytes(settings: CaptureSettings, hidden_size: int) -> int:
     """Bytes of one token: L·H and H states, id (8), mask (4) and normaliser (4)."""
-    hidden = TargetDirectory(settings.target).text_config.get("hidden_size")
-    if type(hidden) is not int:
-        raise DataError(f"target {settings.target}: its config.json has no hidden_size.")
-    width = hidden * (len(settings.target_layer_ids) + 1)
+    width = hidden_size * (len(settings.target_layer_ids) + 1)
     return width * DTYPES[settings.dtype].itemsize + 16
 
 

@@ -73,12 +73,12 @@ def prepare(
     """
     from torch_port.data.parallel import resolve_processes
     from torch_port.data.prepare import DROPS_NAME, Corpus, prepare_corpus
-    from torch_port.vocabulary.templates import resolve_template
-    from torch_port.vocabulary.tokens import tokenizer_facts
+    from torch_port.data.templates import resolve_template
+    from torch_port.data.tokenizer import tokenizer_file
 
     console = Console()
     processes = resolve_processes(workers)
-    file = tokenizer_facts(tokenizer).file
+    file = tokenizer_file(tokenizer)
     template = resolve_template(chat_template, file)
     read = Corpus(tuple(corpus), file, template, max_length)
     summary = prepare_corpus(read, out, console, processes)

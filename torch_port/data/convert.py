@@ -72,13 +72,11 @@ def _write_files(
                 write_file(temporary / name, sample)
                 entries.append(entry(sample.id, sample.loss_mask.numpy()))
                 with_normalizer = sample.target_log_normalizer is not None
-            # In the order of the names, which is the order of a listing.
-            order = sorted(range(len(names)), key=names.__getitem__)
             index = Index(
                 format=1,
-                shards=sorted(names),
+                shards=names,
                 metadata=metadata,
-                samples=[entries[i].model_copy(update={"shard": at}) for at, i in enumerate(order)],
+                samples=[one.model_copy(update={"shard": at}) for at, one in enumerate(entries)],
                 normalizer=with_normalizer,
             )
             (temporary / INDEX_NAME).write_text(index.model_dump_json(), encoding="utf-8")

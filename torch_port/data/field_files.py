@@ -26,7 +26,7 @@ _OPTIONAL = STATE_NAMES[2]
 
 
 class FieldDirectory:
-    """Map-style reader of a directory of the field's files, in the order of their names.
+    """Map-style reader of a directory of the field's files: in its index's order, else by name.
 
     Attributes:
         ids: per file, its sample's name: the index's, else the file's without the ending.
@@ -47,12 +47,13 @@ class FieldDirectory:
 
     def _take_index(self) -> None:
         index = read_index(self.path)
-        if index.shards != self.files:
+        if sorted(index.shards) != self.files:
             raise DataError(
                 f"{self.path}: its index is of {len(index.shards)} files, which are not the "
                 f"{len(self.files)} that are there. Write it again: torch-port features check "
                 "--write-index."
             )
+        self.files = index.shards
         self.ids = [entry.id for entry in index.samples]
         self.lengths = [entry.length for entry in index.samples]
         self.supervised = [entry.supervised for entry in index.samples]

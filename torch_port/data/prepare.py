@@ -26,9 +26,9 @@ from torch_port.data.fingerprints import corpus_fingerprint, tokenizer_fingerpri
 from torch_port.data.index import Index, entry, read_index
 from torch_port.data.parallel import in_processes
 from torch_port.data.resumable import INDEX_NAME, claimed, read_about, write_index, write_shard
+from torch_port.data.templates import ChatTemplate, encoder
 from torch_port.data.text_pieces import TextPiece, id_of_place, read_lines, text_pieces
 from torch_port.progress import stage
-from torch_port.vocabulary.templates import ChatTemplate, encoder
 
 RECORD_NAME = "prepare.json"
 DROPS_NAME = "drops.jsonl"

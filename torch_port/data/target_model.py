@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,44 @@ from torch_port.training.resume import target_fingerprint
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # Settings by which a model's logits are not its head times its final states.
 _RESCALED = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+
+
+@dataclass(frozen=True)
+class TargetSizes:
+    """Of a target's decoder: layers, H, and the longest sequence, where its config says one."""
+
+    layers: int
+    hidden_size: int
+    max_positions: int | None
+
+
+def target_sizes(directory: Path) -> TargetSizes:
+    """Read a target's sizes from its config.json, whatever its architecture calls them.
+
+    Raises UserError when there is none that transformers knows.
+    """
+    _quiet()
+    from transformers import AutoConfig
+
+    TargetDirectory(directory).config  # noqa: B018 - its own error names what is missing
+    try:
+        whole = AutoConfig.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        )
+        told = whole.get_text_config()
+        layers, hidden_size = int(told.num_hidden_layers), int(told.hidden_size)
+    except Exception as error:  # noqa: BLE001 - whatever a broken config makes the library raise
+        raise _unloadable(directory, error) from None
+    limit = getattr(told, "max_position_embeddings", None)
+    return TargetSizes(layers, hidden_size, limit if type(limit) is int else None)
+
+
+def _unloadable(directory: Path, error: Exception) -> UserError:
+    first = (str(error) or type(error).__name__).strip().split("\n", 1)[0]
+    return UserError(
+        f"target {directory}: transformers cannot load it as a causal LM ({first}); give a "
+        "local directory of a model that transformers knows (no remote code is run)"
+    )
 
 
 def load_target_model(directory: Path, dtype: str, device: str) -> nn.Module:
@@ -50,11 +89,7 @@ def load_target_model(directory: Path, dtype: str, device: str) -> nn.Module:
             output_loading_info=True,
         )
     except Exception as error:  # noqa: BLE001 - whatever a broken directory makes the library raise
-        first = (str(error) or type(error).__name__).strip().split("\n", 1)[0]
-        raise UserError(
-            f"target {directory}: transformers cannot load it as a causal LM ({first}); give a "
-            "local directory of a model that transformers knows (no remote code is run)"
-        ) from None
+        raise _unloadable(directory, error) from None
     absent = [*report["missing_keys"], *(name for name, *_ in report.get("mismatched_keys", ()))]
     if absent:
         raise UserError(

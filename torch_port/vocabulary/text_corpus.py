@@ -1,15 +1,14 @@
 """Counting a corpus of conversations: streamed in pieces, by several processes. No torch.
 
-A piece is a range of bytes of one file; its lines are those that begin inside it. A process holds
-one conversation at a time and answers with the ids that it saw, so memory does not grow with the
-corpus.
+A process holds one conversation at a time and answers with the ids that it saw, so memory does not
+grow with the corpus.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,13 @@ from rich.console import Console
 
 from torch_port.data.conversations import Conversation, DataError, parse_conversation
 from torch_port.data.fingerprints import corpus_fingerprint
+from torch_port.data.templates import ChatTemplate, encoder
+from torch_port.data.text_pieces import TextPiece, id_of_place, line_number, read_lines, text_pieces
 from torch_port.errors import UserError
 from torch_port.progress import stage
 from torch_port.vocabulary.counting import count_supervised_tokens
 from torch_port.vocabulary.counts import TokenCounts, cache_key, read_cache, write_cache
 from torch_port.vocabulary.parallel import check_workers, in_processes
-from torch_port.vocabulary.templates import ChatTemplate, encoder
 from torch_port.vocabulary.tokens import TokenizerFacts, check_sizes
 
 # Some seconds of work: short for a progress bar, long beside its overhead.
@@ -155,15 +155,6 @@ def count_text(
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """The lines of a file that begin in its bytes start … end − 1."""
-
-    file: Path
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
 class _Part:
     """What a piece held: `ids` that occur and how often, samples read and samples cut."""
 
@@ -176,7 +167,7 @@ class _Part:
 def _count_pieces(
     corpus: TextCorpus, vocab_size: int, console: Console, workers: int, piece_bytes: int
 ) -> tuple[NDArray[np.int64], int, int]:
-    pieces = _pieces(corpus.files, piece_bytes)
+    pieces = text_pieces(corpus.files, piece_bytes)
     settings = (
         corpus.tokenizer.file,
         corpus.chat_template,
@@ -201,14 +192,6 @@ def _count_pieces(
     return total, samples, truncated
 
 
-def _pieces(files: Sequence[Path], size: int) -> list[_Piece]:
-    pieces = []
-    for file in files:
-        length = file.stat().st_size
-        pieces += [_Piece(file, at, min(at + size, length)) for at in range(0, length, size)]
-    return pieces
-
-
 class _Counter:
     """Counts pieces with a tokenizer of its own."""
 
@@ -219,56 +202,36 @@ class _Counter:
         self.max_length, self.vocab_size, self.usable = max_length, vocab_size, usable
         self.samples = self.truncated = 0
 
-    def __call__(self, piece: _Piece) -> _Part:
+    def __call__(self, piece: TextPiece) -> _Part:
         self.samples = self.truncated = 0
         counts = count_supervised_tokens(self._samples(piece), self.vocab_size, self.usable)
         ids = np.nonzero(counts)[0]
         return _Part(ids, counts[ids], self.samples, self.truncated)
 
-    def _samples(self, piece: _Piece) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+    def _samples(self, piece: TextPiece) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
         for at, conversation in _conversations(piece):
             try:
                 sample = self.encode(conversation, self.max_length)
             except DataError as error:
-                raise DataError(f"{piece.file}:{_line_number(piece.file, at)}: {error}") from None
+                raise DataError(f"{piece.file}:{line_number(piece.file, at)}: {error}") from None
             self.samples += 1
             self.truncated += sample.truncated
             yield sample.input_ids, sample.loss_mask
 
 
-def _conversations(piece: _Piece) -> Iterator[tuple[int, Conversation]]:
+def _conversations(piece: TextPiece) -> Iterator[tuple[int, Conversation]]:
     """Yield a piece's conversations with the byte at which their line begins."""
-    try:
-        with open(piece.file, "rb") as stream:
-            if piece.start:  # the line that began before is the previous piece's
-                stream.seek(piece.start - 1)
-                stream.readline()
-            while (at := stream.tell()) < piece.end and (line := stream.readline()):
-                if line.strip():
-                    yield at, _parse(line, piece.file, at)
-    except OSError as error:
-        raise DataError(
-            f"{piece.file}: expected a readable JSONL file, found: {error.strerror}. "
-            "Check the path and its permissions."
-        ) from None
+    for at, line in read_lines(piece):
+        yield at, _parse(line, piece.file, at)
 
 
 def _parse(line: bytes, file: Path, at: int) -> Conversation:
+    place = id_of_place(file, at)
     try:
-        return parse_conversation(line, "")
+        return parse_conversation(line, "", place)
     except DataError:
         # Only now is the line's number worth reading the file up to it.
-        return parse_conversation(line, f"{file}:{_line_number(file, at)}")
-
-
-def _line_number(file: Path, at: int) -> int:
-    """The number of the line that begins at a byte, from 1."""
-    number, left = 1, at
-    with open(file, "rb") as stream:
-        while left and (block := stream.read(min(left, 1 << 20))):
-            number += block.count(b"\n")
-            left -= len(block)
-    return number
+        return parse_conversation(line, f"{file}:{line_number(file, at)}", place)
 
 
 # Of a worker process, made by `_start`.
@@ -280,6 +243,6 @@ def _start(*settings: Any) -> None:
     _counter = _Counter(*settings)
 
 
-def _count(piece: _Piece) -> _Part:
+def _count(piece: TextPiece) -> _Part:
     assert _counter is not None
     return _counter(piece)

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch_port.data.fingerprints import tokenizer_fingerprint
+from torch_port.data.tokenizer import load_tokenizer, tokenizer_file
 from torch_port.errors import UserError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_NAME = "tokenizer.json"
+__all__ = ["TokenizerFacts", "check_sizes", "load_tokenizer", "tokenizer_facts"]
 
 
 @dataclass(frozen=True)
@@ -39,33 +40,12 @@ def tokenizer_facts(path: Path) -> TokenizerFacts:
     tokenizer = load_tokenizer(path)
     special = (i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
     return TokenizerFacts(
-        file=_file(path),
-        fingerprint=tokenizer_fingerprint(_file(path)),
+        file=tokenizer_file(path),
+        fingerprint=tokenizer_fingerprint(tokenizer_file(path)),
         size=max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1,
         special_ids=tuple(sorted(special)),
         byte_ids=_byte_ids(tokenizer),
     )
-
-
-def load_tokenizer(path: Path) -> Tokenizer:
-    """Load a tokenizer that neither cuts nor pads, whatever its file asks for.
-
-    Arguments and errors as `tokenizer_facts`.
-    """
-    from tokenizers import Tokenizer
-
-    file = _file(path)
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # noqa: BLE001 - the library raises bare Exception
-        raise UserError(
-            f"tokenizer {file}: expected a tokenizer.json of the tokenizers library, "
-            f"found: {error}. Give the target's own tokenizer."
-        ) from None
-    # A stored truncation would cut every turn by itself, silently.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def check_sizes(facts: TokenizerFacts, vocab_size: int) -> None:
@@ -76,16 +56,6 @@ def check_sizes(facts: TokenizerFacts, vocab_size: int) -> None:
             "vocab_size is the number of rows of the target's head: give it with the target's "
             "own tokenizer"
         )
-
-
-def _file(path: Path) -> Path:
-    file = path / _NAME if path.is_dir() else path
-    if not file.is_file():
-        raise UserError(
-            f"tokenizer {path}: expected a {_NAME} or a directory that holds one, found none; "
-            "nothing is downloaded, give the target's local directory"
-        )
-    return file
 
 
 def _byte_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
