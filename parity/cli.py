@@ -17,6 +17,7 @@ from parity.cases import CaseError
 from parity.checkpoint_commands import convert_command, diff_command, show_command
 from parity.demo import check_demo
 from parity.emit import emit as write_vectors
+from parity.judge_commands import judge_command
 from parity.mutant_commands import mutants_command
 from parity.selection import compare_rules, markdown
 from parity.suite_commands import replay_command, run_command
@@ -36,6 +37,7 @@ app.command("run")(run_command)
 app.command("replay")(replay_command)
 app.command("show")(show_command)
 app.command("diff")(diff_command)
+app.command("judge")(judge_command)
 app.command("mutants")(mutants_command)
 console = Console()
 

@@ -1,0 +1,1 @@
+"""Ready adapters for `parity judge --implementation NAME`, one a module, each named `adapter`."""

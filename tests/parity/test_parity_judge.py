@@ -1,0 +1,544 @@
+"""`parity judge`: what it says of right adapters, of other conventions and of faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import examples.numpy_adapter as example
+from parity.adapter import DraftOutputs, NotJudged, Objective, load_adapter
+from parity.cases import Case, list_cases, read_case
+from parity.cli import app
+from parity.compare import TOLERANCE, relative_error
+from parity.conventions import SHEET, Conventions, family, recompute
+from parity.judge import judge_case
+from parity.judge_mutants import MUTANTS, mutant_lines, run_mutants
+from parity.judge_report import exit_status, markdown, overall
+from parity.judge_verdicts import CaseVerdict
+from parity.plain_draft import draft_outputs
+
+ROOT = Path(__file__).resolve().parents[2]
+VECTORS = ROOT / "tests" / "vectors"
+
+
+def vector(name: str) -> Case:
+    return read_case(VECTORS / name)
+
+
+def judged(adapter: Any, *names: str) -> list[CaseVerdict]:
+    return [judge_case(adapter, vector(name)) for name in names]
+
+
+class NumpyDraft(example.NumpyDraft):  # type: ignore[misc]  # the example is plain NumPy
+    """The example, with what its objective says changed afterwards."""
+
+    def __init__(
+        self,
+        change: Callable[[Objective], Objective] = lambda said: said,
+        conventions: Conventions = SHEET,
+    ) -> None:
+        self.change, self.conventions = change, conventions
+
+    def objective(self, case: Case) -> Objective:
+        return self.change(super().objective(case))
+
+
+# --- The numbers under conventions --------------------------------------------------------------
+
+
+def batches(directories: list[Path]) -> list[Case]:
+    cases = [read_case(path) for directory in directories for path in list_cases(directory)]
+    odd = {"decoding", "optimizer", "eagle3"}
+    return [case for case in cases if not odd & set(case.extra) and "loss" in case.expect]
+
+
+def test_under_the_sheets_conventions_the_vectors_come_out(
+    vectors_directories: list[Path],
+) -> None:
+    """Fault: formulas that are not the sheet's, so that a convention would explain any number."""
+    cases = batches(vectors_directories)
+    assert {family(case) for case in cases} == {"dspark", "dflash"}
+    for case in cases:
+        expected = case.group("expect")
+        mask = expected["eval_mask"].astype(bool)
+        said = draft_outputs(case, "sheet", "sheet")
+        for name, value in said.items():
+            error = relative_error(value[mask], expected[name][mask])
+            assert error < TOLERANCE["float64"], (case.name, name)
+        numbers = recompute(case, SHEET, said["draft_logits"], said.get("confidence_logits"))
+        assert np.array_equal(numbers.eval_mask, mask)
+        got = {"loss": numbers.loss, "accept": numbers.accept_probability[mask]}
+        wanted = {"loss": case.expect["loss"], "accept": expected["accept_probability"][mask]}
+        for name, (numerator, denominator) in case.expect["metrics"].items():
+            got |= dict(zip((name, f"{name}/"), numbers.metrics[name], strict=True))
+            wanted |= {name: numerator, f"{name}/": denominator}
+        for name, value in wanted.items():
+            assert relative_error(got[name], value) < TOLERANCE["float64"], (case.name, name)
+
+
+def worked_example() -> tuple[Case, np.ndarray]:
+    """docs/spec.md's block of three slots, six target ids, three kept; U is the identity."""
+    teacher = [[0, -1, 2, 0.5, 0, 1], [1, 0, 0, -1, 2, 0], [0, 1, 1.5, 0, -0.5, 1], [0.0] * 6]
+    tensors = {
+        "weights/t2d": np.isin(np.arange(6), [0, 2, 5]),
+        "target/lm_head.weight": np.eye(6),
+        "batch/input_ids": np.array([[0, 2, 4, 5]]),
+        "batch/loss_mask": np.ones((1, 4)),
+        "batch/target_last_hidden_states": np.array([teacher]),
+        "batch/anchor_positions": np.zeros((1, 1), int),
+        "batch/block_keep_mask": np.ones((1, 1), bool),
+    }
+    config = {"vocab_size": 6, "block_size": 3, "dflash_config": {"projector_type": "dspark"}}
+    objective = {"ce_alpha": 0.1, "l1_alpha": 0.9, "confidence_alpha": 0, "loss_decay_gamma": 2.0}
+    logits = np.array([[[[0.0, 1.0, -1.0], [2.0, 0.0, 1.0], [0.5, 0.5, 1.5]]]])
+    return Case("worked", Path(), config, objective, {}, tensors, {}), logits
+
+
+@pytest.mark.parametrize(
+    ("conventions", "metric", "value"),
+    [
+        ({}, "ce_loss", 0.4462902),
+        ({"pruned_labels": "counted"}, "ce_loss", 0.3091917),
+        ({"denominator": "slots"}, "ce_loss", 0.3052356),
+        ({"decay_from": "slot 1"}, "ce_loss", 0.4619109),
+        ({"label": "teacher"}, "ce_loss", 0.6207303),
+        ({}, "l1_loss", 0.3562948),
+        ({"l1": "half"}, "l1_loss", 0.1781474),
+        ({"layout": "bonus-anchor"}, "ce_loss", 2.4076060),
+        ({"layout": "bonus-anchor"}, "tau_probabilistic", 1.4769949),
+        ({}, "tau_probabilistic", 2.0453460),
+    ],
+)
+def test_conventions_give_the_numbers_of_the_documents_table(
+    conventions: dict[str, Any], metric: str, value: float
+) -> None:
+    """Fault: a convention that is not what its name says. Numbers of docs/spec.md, 7 digits."""
+    case, logits = worked_example()
+    a, b = recompute(case, Conventions(**conventions), logits, None).metrics[metric]
+    # Where pruned labels are left out of a denominator that counts slots, two of three are.
+    assert float(a / b) == pytest.approx(value, abs=6e-8)
+
+
+def test_renormalised_acceptance_and_one_denominator_of_the_documents_table() -> None:
+    """Faults: the conditional teacher for acceptance in name only; a loss that ignores the rest."""
+    case, logits = worked_example()
+    true = recompute(case, SHEET, logits, None)
+    other = recompute(case, Conventions(acceptance="renormalised"), logits, None)
+    one = recompute(case, Conventions(pruned_labels="counted"), logits, None)
+    assert true.accept_probability.mean() == pytest.approx(0.5143171, abs=6e-8)
+    assert other.accept_probability.mean() == pytest.approx(0.7962611, abs=6e-8)
+    assert (true.loss, one.loss) == pytest.approx((0.3652943, 0.3515845), abs=6e-8)
+
+
+# --- Verdicts -----------------------------------------------------------------------------------
+
+PRUNED = "pruned-vanilla"
+
+
+def test_a_third_implementation_conforms() -> None:
+    """Fault: a judge that is red for whatever is not ours, or green without comparing."""
+    names = [PRUNED, "pruned-gated", "full-rnn-sliding", "error-nothing-inside", "pruned-no-markov"]
+    verdicts = judged(NumpyDraft(), *names)
+    assert [v.verdict for v in verdicts] == ["conforms"] * len(names)
+    assert {"hidden", "draft_logits", "eval_mask", "accept_probability", "loss"} <= set(
+        verdicts[0].errors
+    )
+    assert "gradients: the adapter has none" in verdicts[0].unjudged
+    assert exit_status(verdicts) == 0
+
+
+def halved(said: Objective) -> Objective:
+    """A loss and a term with half of the L1 distance; α_l1 is 0.9."""
+    num, den = said.metrics["l1_loss"]
+    assert said.loss is not None
+    metrics = dict(said.metrics) | {"l1_loss": (num / 2, den)}
+    return replace(said, loss=said.loss - 0.45 * num / den, metrics=metrics)
+
+
+def test_half_of_l1_is_a_convention_and_must_be_declared() -> None:
+    """Faults: an undeclared convention that passes; a convention that is called a fault."""
+    (declared,) = judged(NumpyDraft(halved, Conventions(l1="half")), PRUNED)
+    (undeclared,) = judged(NumpyDraft(halved), PRUNED)
+    assert (declared.verdict, undeclared.verdict) == ("declared convention", "another convention")
+    told = "half of the L1 distance (total variation)"
+    assert declared.conventions == undeclared.conventions == (told,)
+    assert undeclared.detail == f"not declared: {told}"
+    assert undeclared.stage == "l1_loss"
+    assert (exit_status([declared]), exit_status([undeclared])) == (0, 1)
+    # The vectors' gradients are of the sheet's loss: they must not be called right or wrong.
+    assert declared.unjudged[-1] == "gradients: the vectors' are of the sheet's loss"
+
+
+def test_a_declared_convention_that_is_not_done_is_seen() -> None:
+    """Fault: declaring everything, so that nothing is ever red."""
+    (verdict,) = judged(NumpyDraft(conventions=Conventions(l1="half")), PRUNED)
+    assert verdict.verdict == "another convention"
+    assert verdict.detail == "declared but not done: half of the L1 distance (total variation)"
+
+
+def test_the_loss_alone_must_fit_the_other_numbers() -> None:
+    """Fault: each number explained by a convention of its own; the term is half, the loss not."""
+
+    def change(said: Objective) -> Objective:
+        return replace(halved(said), loss=said.loss)
+
+    (verdict,) = judged(NumpyDraft(change, Conventions(l1="half")), PRUNED)
+    assert (verdict.verdict, verdict.stage) == ("fault", "loss")
+
+
+class ShiftedLabels(NumpyDraft):
+    """Labels one too far; the draft's own input as it should be."""
+
+    def draft_outputs(self, case: Case) -> DraftOutputs:
+        unshifted: Case = case.extra.get("unshifted", case)
+        return super().draft_outputs(unshifted)
+
+    def objective(self, case: Case) -> Objective:
+        ids = np.roll(case.tensors["batch/input_ids"], -1, axis=1)
+        tensors = case.tensors | {"batch/input_ids": ids}
+        return super().objective(replace(case, tensors=tensors, extra={"unshifted": case}))
+
+
+def test_shifted_labels_are_a_fault_of_the_cross_entropy() -> None:
+    """Fault: a judge that says only "the loss differs", or that a convention explains it."""
+    (verdict,) = judged(ShiftedLabels(), PRUNED)
+    assert (verdict.verdict, verdict.stage) == ("fault", "ce_loss")
+    assert "no known convention" in verdict.detail
+    assert verdict.detail.endswith("then loss")
+    assert exit_status([verdict]) == 1
+
+
+@pytest.mark.parametrize(
+    ("conventions", "verdict"),
+    [(SHEET, "another convention"), (Conventions(window="anchor"), "declared convention")],
+)
+def test_a_window_from_the_anchor_is_a_convention(conventions: Conventions, verdict: str) -> None:
+    """Fault: a draft's convention that makes every later number a fault."""
+    source = Path(example.__file__).read_text(encoding="utf-8")
+    wrong = 'at > query - config["sliding_window"]'
+    assert source.count(wrong) == 1
+    scope: dict[str, Any] = {"__name__": "changed"}
+    exec(source.replace(wrong, 'at >= a - config["sliding_window"]'), scope)
+    adapter = scope["NumpyDraft"]()
+    adapter.conventions = conventions
+    sliding, plain = judged(adapter, "full-rnn-sliding", "full-vanilla")
+    assert (sliding.verdict, plain.verdict) == (verdict, "conforms")
+    assert sliding.conventions[0].startswith("a window counts from the anchor")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "stage"),
+    [
+        ("layers.0.self_attn.o_proj.weight", lambda w: w.T, "hidden"),
+        ("markov_head.markov_w1.weight", lambda w: np.roll(w, 1, 0), "draft_logits"),
+        ("confidence_head.proj.bias", lambda w: w + 0.1, "confidence_logits"),
+    ],
+)
+def test_a_fault_of_the_draft_is_named_where_it_begins(
+    name: str, change: Callable[[Any], Any], stage: str
+) -> None:
+    """Fault: naming the loss, which is the last to differ."""
+    case = vector(PRUNED)
+    tensors = case.tensors | {f"weights/{name}": change(case.tensors[f"weights/{name}"])}
+    verdict = judge_case(NumpyDraft(), case, shown=replace(case, tensors=tensors))
+    assert (verdict.verdict, verdict.stage) == ("fault", stage)
+
+
+class Bare:
+    """An adapter with nothing in it."""
+
+    name, conventions = "bare", SHEET
+
+
+class Raises(Bare):
+    def objective(self, case: Case) -> Objective:
+        raise KeyError("markov_w1")
+
+
+class Passes(Bare):
+    def objective(self, case: Case) -> Objective:
+        raise NotJudged("no such head")
+
+
+class GivesNothing(Bare):
+    def draft_outputs(self, case: Case) -> DraftOutputs:
+        return DraftOutputs()
+
+    def objective(self, case: Case) -> Objective:
+        return Objective()
+
+
+class GivesNone(Bare):
+    def objective(self, case: Case) -> Any:
+        return None
+
+
+def test_an_adapter_that_raises_broke_off() -> None:
+    """Faults: an exception that ends the run, or that passes as "not judged"."""
+    for adapter, text in ((Raises(), "KeyError: 'markov_w1'"), (GivesNone(), "returned NoneType")):
+        verdicts = judged(adapter, PRUNED, "error-no-supervision")
+        assert [v.verdict for v in verdicts] == ["broke off"] * 2
+        assert text in verdicts[0].detail
+        assert exit_status(verdicts) == 1
+
+
+def test_an_adapter_that_gives_nothing_does_not_conform() -> None:
+    """Fault: nothing compared, hence nothing wrong, hence conforms."""
+    for adapter in (Bare(), Passes(), GivesNothing()):
+        verdicts = judged(adapter, PRUNED, "error-no-supervision", "decoding-greedy")
+        assert {v.verdict for v in verdicts} == {"not judged"}
+        assert overall(verdicts) == "nothing judged"
+        assert exit_status(verdicts) == 2
+
+
+def test_a_refusal_must_be_one_in_the_sheets_words() -> None:
+    """Faults: a loss of 0 or NaN where nothing is supervised; any crash taken for the refusal."""
+
+    class Zero(NumpyDraft):
+        value = 0.0
+
+        def objective(self, case: Case) -> Objective:
+            return Objective(self.value)
+
+    class NaN(Zero):
+        value = float("nan")
+
+    class Crash(NumpyDraft):
+        def objective(self, case: Case) -> Objective:
+            return Objective(1 / 0)
+
+    added = Zero(conventions=Conventions(epsilon=1e-6))
+    got = [judged(a, "error-no-supervision")[0] for a in (Zero(), added, NaN(), Crash())]
+    assert [v.verdict for v in got] == [
+        "another convention",
+        "declared convention",
+        "fault",
+        "broke off",
+    ]
+    assert "added to denominators" in got[0].detail
+
+
+def test_numbers_that_are_none_are_faults() -> None:
+    """Faults: NaN that no comparison exceeds; a shape that broadcasts."""
+
+    def nan(said: Objective) -> Objective:
+        return replace(said, loss=float("nan"))
+
+    def one(said: Objective) -> Objective:
+        return replace(said, accept_probability=np.float64(0.5))
+
+    for change, stage in ((nan, "loss"), (one, "accept_probability")):
+        (verdict,) = judged(NumpyDraft(change), PRUNED)
+        assert (verdict.verdict, verdict.stage) == ("fault", stage)
+
+
+def test_answers_are_not_shown() -> None:
+    """Fault: an adapter that hands the expectation back, and inputs spoilt for the next call."""
+    seen = list[Case]()
+
+    class Looks(NumpyDraft):
+        def draft_outputs(self, case: Case) -> DraftOutputs:
+            said = super().draft_outputs(case)
+            seen.append(case)
+            for value in case.tensors.values():
+                value[...] = 0
+            return said
+
+        def objective(self, case: Case) -> Objective:
+            seen.append(case)
+            return Objective(case.expect.get("loss"))
+
+    assert judged(Looks(), PRUNED)[0].verdict == "conforms"
+    assert len(seen) == 2
+    assert all(seen[1].tensors["batch/input_ids"].any(-1))
+    assert all(not c.expect for c in seen)
+    assert not any(name.startswith("expect/") for c in seen for name in c.tensors)
+
+
+# --- The ready adapters, gradients and decoding -------------------------------------------------
+
+
+def test_the_ports_adapter_conforms_with_gradients_and_decoding() -> None:
+    """Fault: a ready adapter that hands over less than it has."""
+    adapter = load_adapter("torch_port")
+    names = [PRUNED, "dpace-both", "eagle3-one-step", "decoding-greedy", "error-nothing-inside"]
+    verdicts = judged(adapter, *names)
+    assert [v.verdict for v in verdicts] == ["conforms"] * len(names)
+    assert [v.unjudged for v in verdicts] == [()] * len(names)
+    assert sum(name.startswith("gradient ") for name in verdicts[0].errors) == 29
+
+
+def test_wrong_and_missing_gradients_and_tokens_are_faults() -> None:
+    """Faults: a gradient of the wrong sign, one that is left out, another token."""
+    port = load_adapter("torch_port")
+
+    class Wrong(Bare):
+        families = port.families
+        objective = staticmethod(port.objective)
+        change: Callable[[dict[str, Any]], Any]
+
+        def gradients(self, case: Case) -> Any:
+            found = dict(port.gradients(case))
+            type(self).change(found)
+            return found
+
+        def decode(self, case: Case) -> Any:
+            tokens = port.decode(case)["tokens"].copy()
+            tokens[-1] += 1
+            return {"tokens": tokens}
+
+    def negated(found: dict[str, Any]) -> None:
+        found["norm.weight"] = -found["norm.weight"]
+
+    def left_out(found: dict[str, Any]) -> None:
+        del found["fc.weight"]
+
+    for change, text in ((negated, "gradient norm.weight is off"), (left_out, "fc.weight")):
+        Wrong.change = staticmethod(change)
+        (verdict,) = judged(Wrong(), PRUNED)
+        assert (verdict.verdict, verdict.stage) == ("fault", "gradients")
+        assert text in verdict.detail
+    (decoded,) = judged(Wrong(), "decoding-greedy")
+    assert (decoded.verdict, decoded.stage) == ("fault", "tokens")
+    assert decoded.unjudged == ("rounds",)
+
+
+def test_the_specs_adapter_conforms() -> None:
+    """Fault: an adapter that was never run."""
+    (verdict,) = judged(load_adapter("jaxdraft"), "eagle3-one-step")  # compiles fastest
+    assert (verdict.verdict, verdict.unjudged) == ("conforms", ())
+
+
+# --- Mutants ------------------------------------------------------------------------------------
+
+
+def test_every_mutant_is_seen_through_the_example() -> None:
+    """Fault: a judge that is green whatever the implementation does."""
+    cases = [vector(PRUNED), vector("full-rnn-sliding")]
+    found = run_mutants(NumpyDraft(), cases)
+    assert mutant_lines(found) == [f"{len(MUTANTS)} of {len(MUTANTS)} mutants detected"]
+    assert len(MUTANTS) >= 25
+    stages = {v.name: v.stage for v in found}
+    assert stages["W1 is read by draft ids"] == "draft_logits"
+    assert stages["teacher states one late"] == "accept_probability"
+    assert stages["no confidence term"] == "loss"
+
+
+def test_mutants_that_an_adapter_cannot_show_are_listed() -> None:
+    """Fault: "all detected" for an adapter that hands over too little to see them."""
+
+    class HiddenOnly(Bare):
+        def draft_outputs(self, case: Case) -> DraftOutputs:
+            said = NumpyDraft().draft_outputs(case)
+            return DraftOutputs(hidden=said.hidden)
+
+    lines = mutant_lines(run_mutants(HiddenOnly(), [vector(PRUNED)]))
+    assert "not seen: W1 is read by draft ids (1 cases)" in lines
+    assert "no case that it passes has it: window one too wide" in lines
+    assert not any("anchors one late" in line for line in lines)
+
+
+# --- The command --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("few")
+    for name in (PRUNED, "decoding-greedy"):
+        (place / name).symlink_to(VECTORS / name)
+    return place
+
+
+def test_command_writes_table_json_and_markdown(few: Path, tmp_path: Path) -> None:
+    """Faults: an exit status of 0 whatever was found; files that say something else."""
+    (tmp_path / "half.py").write_text(
+        "from parity.conventions import Conventions\n"
+        "from tests.parity.test_parity_judge import NumpyDraft, halved\n"
+        "undeclared = NumpyDraft(halved)\n"
+        "declared = NumpyDraft(halved, Conventions(l1='half'))\n"
+    )
+    sys.path.insert(0, str(tmp_path))
+    try:
+        files = ["--json", str(tmp_path / "j"), "--markdown", str(tmp_path / "m"), str(few)]
+        runs = {
+            name: CliRunner().invoke(app, ["judge", "--implementation", f"half:{name}", *files])
+            for name in ("undeclared", "declared")
+        }
+    finally:
+        sys.path.remove(str(tmp_path))
+    assert {name: run.exit_code for name, run in runs.items()} == {"undeclared": 1, "declared": 0}
+    assert (
+        "not judged: whole cases, decode: the adapter has none (1 case)" in runs["declared"].output
+    )
+    said = json.loads((tmp_path / "j").read_text())
+    assert said["verdict"] == "declared convention"
+    assert said["declared"] == {"l1": "half"}
+    row = "| declared convention | 1 | - |"
+    assert row in (tmp_path / "m").read_text()
+
+
+def test_command_says_in_a_line_why_it_cannot_run(few: Path, tmp_path: Path) -> None:
+    """Faults: a traceback; a skipped implementation with the exit status of a right one."""
+    for name, text in {
+        "no.such:thing": "no.such cannot be imported here",
+        "json:nothing": "json has no 'nothing'",
+        "json:dumps": "is no adapter",
+        "speculators": "skipped: the package speculators is not installed here",
+        "tests.parity.test_parity_judge:Odd": "known are 'sum', 'half'",
+    }.items():
+        done = CliRunner().invoke(app, ["judge", "--implementation", name, str(few)])
+        assert (done.exit_code, text in done.output) == (2, True), (name, done.output)
+    done = CliRunner().invoke(
+        app, ["judge", "--implementation", "torch_port", str(tmp_path / "none")]
+    )
+    assert (done.exit_code, "no case found" in done.output) == (2, True)
+
+
+class Odd(Bare):
+    conventions = Conventions(l1="quarter")
+
+
+def test_declared_conventions_that_no_case_shows_are_listed(few: Path) -> None:
+    """Fault: a declaration that counts as confirmed by cases that cannot show it."""
+    adapter = NumpyDraft(conventions=Conventions(window="anchor"))
+    verdicts = judged(adapter, PRUNED)
+    assert overall(verdicts) == "conforms"
+    assert "Declared, and not visible in these cases: a window" in markdown(adapter, verdicts)
+
+
+def test_judging_needs_neither_framework() -> None:
+    """Fault: a judge that cannot be run where somebody else's implementation is."""
+    absent = dict.fromkeys(["torch", "jax", "transformers", "pydantic"])
+    code = f"import sys; sys.modules.update({absent!r}); import parity.judge_commands"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+PYTHON = os.environ.get("SPECULATORS_PYTHON", "")
+
+
+@pytest.mark.skipif(not PYTHON, reason="SPECULATORS_PYTHON names no Python with speculators")
+def test_the_public_package_differs_by_its_declared_conventions(tmp_path: Path) -> None:
+    """Fault: an adapter that no longer fits the package, or conventions that are not its own."""
+    command = [PYTHON, "-m", "parity", "judge", "--implementation", "speculators"]
+    done = subprocess.run(
+        [*command, "--json", str(tmp_path / "j"), str(VECTORS)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    said = json.loads((tmp_path / "j").read_text())
+    assert said["verdict"] == "declared convention"
+    assert said["declared_but_not_visible"] == []
+    assert sum(case["verdict"] == "declared convention" for case in said["cases"]) == 14
