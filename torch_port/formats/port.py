@@ -60,7 +60,8 @@ _TRAINING: dict[str, Callable[[Any], bool]] = {
     "updates": _whole,  # AdamW's own count: skipped steps do not raise it
     "guard": lambda x: (
         _named(x)
-        and set(x) == {"log_sum", "seen"}
+        and {"log_sum", "seen"} <= set(x) <= {"log_sum", "seen", "mean_log"}  # from orbax: exact
+        and type(x.get("mean_log", 0.0)) is float
         and _whole(x["seen"])
         and type(x["log_sum"]) in (int, float)
         and math.isfinite(x["log_sum"])
