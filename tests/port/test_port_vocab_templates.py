@@ -27,6 +27,7 @@ PLAIN = (
 # As Qwen3 writes its reasoning: only in the last turn.
 REASONING = "{% if loop.last and m.role == 'assistant' %}a {% endif %}{{ m.content }}"
 LAST_TURN_DIFFERS = TURNS.replace("{{ m.content }}", REASONING)
+REWRITTEN = TURNS.replace("{{ m.content }}", "{{ m.content if loop.last else 'b' }}")
 SMALL = [
     line(("user", "a b"), ("assistant", "b c c")),
     line(("system", "d"), ("user", "a"), ("assistant", "d"), ("user", "b"), ("assistant", "a d")),
@@ -112,11 +113,30 @@ def test_a_whole_text_is_what_transformers_tokenizes(tmp_path: Path) -> None:
         assert sample.input_ids.tolist() == whole
 
 
+@pytest.mark.parametrize("prompt", ["assistant ", "assistant c "])
+def test_earlier_turns_without_the_thinking_of_the_last(tmp_path: Path, prompt: str) -> None:
+    """By hand, as Qwen3 renders: `a` stands for the thinking, in the last turn alone; the second
+    generation prompt begins a thought (`c`) that earlier turns do not have. Faults: conversations
+    of several turns refused; the header or the next turn's supervised; an answer's first token
+    lost, as where it begins like the thought."""
+    opening = prompt.removeprefix("assistant ")
+    thinking = LAST_TURN_DIFFERS.replace("a {% endif %}", opening + "a {% endif %}")
+    template = thinking + PROMPT.replace("assistant ", prompt)
+    two = line(("user", "a"), ("assistant", "c d"), ("user", "b"), ("assistant", "d"))
+    text = corpus(tmp_path, template, [two])
+    # The last turn: a d, its thought's opening being the prompt's.
+    assert found(counted(text)) == {A: 1, C: 1, D: 2, END: 2}
+    sample = encoder(text.chat_template, text.tokenizer.file)(
+        parse_conversation(two.encode(), ""), 100
+    )
+    assert sample.loss_mask.tolist()[:13] == [0] * 6 + [1] * 3 + [0] * 4
+
+
 def test_what_a_template_cannot_say_is_refused(tmp_path: Path) -> None:
     """Faults: a wrong mask from a template that rewrites earlier turns; Jinja's traceback; a
     message without the conversation's place."""
-    text = corpus(tmp_path, LAST_TURN_DIFFERS + PROMPT, SMALL[:2])
-    with pytest.raises(UserError, match=r"jsonl:2: --chat-template chat\.jinja: .* turn 3 "):
+    text = corpus(tmp_path, REWRITTEN + PROMPT, SMALL[:2])
+    with pytest.raises(UserError, match=r"jsonl:1: --chat-template chat\.jinja: .* turn 2 "):
         counted(text)
     strict = (
         CHATML_JINJA

@@ -25,6 +25,8 @@ from torch_port.data.conversations import (
 from torch_port.data.tokenizer import load_tokenizer
 from torch_port.errors import UserError
 
+# Stands in for an answer: characters of no text, and nothing that a template would strip.
+_MARK = "\ue000\ue001\ue000"
 Encode = Callable[[Conversation, int], Sample]
 _REMEDY = (
     "give chatml, tokenizer (the template beside the target's tokenizer.json) or a Jinja file's "
@@ -97,8 +99,9 @@ class _JinjaEncoder:
     """Renders a conversation, tokenizes the whole text, and masks the assistant's turns.
 
     A turn begins where the generation prompt of the turns before it ends, and ends where the
-    rendering up to it ends. After its last special token (the model stops there) white space does
-    not count. A token counts when its first character lies in the turn.
+    rendering up to it ends; where later turns change it, as `_span_within` says. After its last
+    special token (the model stops there) white space does not count. A token counts when its first
+    character lies in the turn.
     """
 
     def __init__(self, template: ChatTemplate, tokenizer_json: Path) -> None:
@@ -139,14 +142,43 @@ class _JinjaEncoder:
             prompt = self._render(messages[:1], True).removeprefix(after)
             found = after.find(prompt) if prompt else -1
             before = after[: found + len(prompt)] if found >= 0 else ""
-        if not (before and after.startswith(before) and text.startswith(after)):
+        if before and after.startswith(before) and text.startswith(after):
+            return len(before), len(after)
+        found_within = self._span_within(messages, turn, text, before, after) if turn else None
+        if found_within is None:
             raise DataError(
                 f"--chat-template {self._template.name}: the conversation up to turn {turn + 1} "
                 "(assistant) is rendered otherwise than within the whole, so the turn's tokens "
                 "cannot be told apart; use a template whose earlier turns do not change with later "
                 "ones, or capture features with their loss masks, and count those"
             )
-        return len(before), len(after)
+        return found_within
+
+    def _span_within(
+        self, messages: list[dict[str, str]], turn: int, text: str, before: str, after: str
+    ) -> tuple[int, int] | None:
+        """The span of a turn whose answer is rendered otherwise once more turns follow.
+
+        Templates of reasoning models put an empty or real thinking part into the last turn alone.
+        The answer is found by rendering the conversation with another one in its place: what
+        differs is the answer. Before it belongs what the generation prompt does not end with
+        anyway, behind it what ends the turn. None when that does not hold.
+        """
+        asked = self._render(messages[:turn], False)
+        other = [*messages]
+        other[turn] = {**messages[turn], "content": _MARK}
+        begin, end = _difference(text, self._render(other, False))
+        _, answer_end = _difference(after, self._render(other[: turn + 1], False))
+        ending = after[answer_end:]
+        if not (
+            text.startswith(asked)
+            and before.startswith(asked)
+            and begin >= len(asked)
+            and text[begin:end] in messages[turn]["content"]
+            and text.startswith(ending, end)
+        ):
+            return None
+        return min(begin, _shared(before, text)), end + len(ending)
 
     def _until_stop(self, inside: Any, encoded: Any, until: str) -> Any:
         """Leave out the white space after the turn's last special token."""
@@ -175,6 +207,18 @@ class _JinjaEncoder:
                 f"({first_line}); correct the template, or leave such conversations out"
             ) from None
         return text
+
+
+def _difference(text: str, other: str) -> tuple[int, int]:
+    """Where the part of `text` that is not in `other` begins and ends."""
+    begin = _shared(text, other)
+    return begin, len(text) - _shared(text[begin:][::-1], other[begin:][::-1])
+
+
+def _shared(first: str, second: str) -> int:
+    """How many characters two texts begin with alike."""
+    pairs = zip(first, second, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
 def _own_template(loaded: Any, tokenizer_json: Path) -> str:
