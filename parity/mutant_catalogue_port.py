@@ -61,7 +61,7 @@ PORT: tuple[Mutant, ...] = (
         "supervised = np.asarray(input_ids)[np.asarray(loss_mask) > 0.5]",
         "supervised = np.asarray(input_ids)",
         ("vocabulary",),
-        ("counts",),
+        ("counting",),
     ),
     _port(
         "map-shifted-by-one",
@@ -296,8 +296,8 @@ PORT: tuple[Mutant, ...] = (
         "objective/teacher",
         "return top, total * (largest - top).exp() + share",
         "return top, torch.where(largest.isinf(), 0, total) + share",
-        ("acceptance",),
-        _PRUNED,
+        ("precision", "acceptance"),
+        ("rounded once",),
     ),
     _port(
         "l1-gradient-sign",

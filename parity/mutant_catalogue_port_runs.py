@@ -116,7 +116,7 @@ PORT_RUNS: tuple[Mutant, ...] = (
         "embedding_dense_backward(wide(grad), index, ctx.rows, -1, False)",
         "embedding_dense_backward(grad, index, ctx.rows, -1, False)",
         ("precision",),
-        ("pruned-vanilla",),
+        ("rounded once",),
     ),
     _port(
         "norm-in-bf16",
@@ -313,7 +313,7 @@ PORT_RUNS: tuple[Mutant, ...] = (
         "factor = (self.config.max_grad_norm / norm).clamp(max=1.0)",
         "factor = (self.config.max_grad_norm / norm).clamp(max=1e9)",
         _TRAINING,
-        _TRAINED,
+        ("dflash-pruned, spikes",),
     ),
     _port(
         "clip-per-tensor",
