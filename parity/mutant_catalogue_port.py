@@ -355,16 +355,6 @@ PORT: tuple[Mutant, ...] = (
         ("losses",),
     ),
     _port(
-        "nan-behind-weight",
-        "§8",
-        "a teacher that is NaN where a slot does not count enters the L1 before the selection",
-        "objective/terms",
-        "teacher = _where_evaluated(M, teacher.view(*M.shape, -1))",
-        "teacher = teacher.view(*M.shape, -1)",
-        ("gradients",),
-        _PRUNED,
-    ),
-    _port(
         "detach-only-of-embedding",
         "§8",
         "detach_confidence cuts e and leaves the gradient to the backbone",

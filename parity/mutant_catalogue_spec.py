@@ -327,6 +327,15 @@ SPEC: tuple[Mutant, ...] = (
         ("pruned-detached",),
     ),
     _spec(
+        "nan-behind-weight",
+        "§8",
+        "slots that do not count are multiplied by 0 instead of replaced: 0 · NaN is NaN",
+        "objective",
+        "return jnp.where(mask[..., None], rows, 0)",
+        "return rows * mask[..., None].astype(rows.dtype)",
+        ("losses",),
+    ),
+    _spec(
         "ce-off-still-refuses",
         "§8",
         "a step without a kept label is refused although α_ce is 0",
