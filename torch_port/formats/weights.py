@@ -37,12 +37,16 @@ _UNREADABLE = (OSError, SafetensorError, RuntimeError, ValueError, KeyError, EOF
 
 @dataclass(frozen=True)
 class TensorRef:
-    """One tensor that can be loaded: its dtype (safetensors' name), shape, and where it is from."""
+    """One tensor that can be loaded: its dtype (safetensors' name), shape, and where it is from.
+
+    `place`: the file and the offset at which its bytes lie in one piece, where they do.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     load: Callable[[], Tensor]
     where: str
+    place: tuple[Path, int] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -167,6 +171,7 @@ def read_safetensors(path: Path) -> tuple[Weights, dict[str, str]]:
             parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             entries = {n: (part.get_dtype(), tuple(part.get_shape())) for n, part in parts.items()}
             order = file.offset_keys()
+        begins = _offsets(path)
     except _UNREADABLE as error:
         raise _damaged(path, error) from None
     digest = metadata.get(LAYOUT_KEY)
@@ -179,8 +184,21 @@ def read_safetensors(path: Path) -> tuple[Weights, dict[str, str]]:
     for name, (dtype, shape) in entries.items():
         if dtype not in DTYPES:
             raise _wrong_dtype(f"{path}: {name}", dtype)
-        weights[name] = TensorRef(dtype, shape, _opener(path, name), f"{path}: {name}")
+        opener, place = _opener(path, name), (path, begins[name])
+        weights[name] = TensorRef(dtype, shape, opener, f"{path}: {name}", place)
     return weights, metadata
+
+
+def _offsets(path: Path) -> dict[str, int]:
+    """Where each tensor's bytes begin in a file whose header the library has checked."""
+    with open(path, "rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(size))
+    return {
+        name: 8 + size + entry["data_offsets"][0]
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
 
 
 def _opener(path: Path, name: str) -> Callable[[], Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -65,6 +66,32 @@ def _write_values(stream: BinaryIO, ref: TensorRef) -> int:
     tensor = ref.load()
     if DTYPE_NAMES.get(tensor.dtype) != ref.dtype or tuple(tensor.shape) != ref.shape:
         raise UserError(f"{ref.where}: changed while it was read; convert again")
+    if ref.place is not None and _copied(stream, *ref.place, ref.nbytes):
+        return ref.nbytes
     for piece in pieces(tensor, _PIECE):
         stream.write(piece.numpy().data)
     return ref.nbytes
+
+
+def _copied(stream: BinaryIO, source: Path, offset: int, count: int) -> bool:
+    """Let the system copy bytes from file to file; False, with nothing written, where it cannot.
+
+    Two thirds of the time of writing a mapped tensor, whose pages are faulted in one by one.
+    """
+    stream.flush()
+    begin, done = stream.tell(), 0
+    try:
+        with open(source, "rb") as file:
+            while done < count:
+                moved = os.copy_file_range(
+                    file.fileno(), stream.fileno(), min(count - done, _PIECE), offset + done
+                )
+                if moved == 0:
+                    raise UserError(f"{source}: shorter than it was; convert again")
+                done += moved
+    except OSError:  # another file system, or one that cannot
+        stream.seek(begin)
+        stream.truncate()
+        return False
+    stream.seek(begin + count)
+    return True
