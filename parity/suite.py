@@ -102,8 +102,17 @@ def run_suite(
             suite.results[name].add(result)
             for finding in result.findings[:1]:
                 on_finding(finding)
+    _in_order(suite, [task.configuration for task in tasks(plan, names)])
     suite.seconds = time.monotonic() - started
     return suite
+
+
+def _in_order(suite: SuiteResult, names: list[str | None]) -> None:
+    """Sort configurations as they are listed: workers finish in any order."""
+    place = {name: number for number, name in reversed(list(enumerate(names)))}
+    for result in suite.results.values():
+        result.cases = dict(sorted(result.cases.items(), key=lambda item: place.get(item[0], 0)))
+        result.findings.sort(key=lambda found: place.get(found.configuration, 0))
 
 
 def tasks(plan: Plan, names: Sequence[str]) -> list[Task]:

@@ -49,12 +49,14 @@ def run_command(
     _check_out(out)
     plan = Plan(quick=quick, seed=seed, shrink=True)
     started = time.monotonic()
+    _say(f"{len(names)} checks; the first minute goes to imports and compilation")
     with stage("parity", 1, console) as bar:
         suite = run_suite(
             plan,
             names,
             workers,
-            lambda done, total, what: bar.update(done, what, total),
+            # Of nothing done yet, no time that is left can be told.
+            lambda done, total, what: bar.update(done, what, total) if done else None,
             lambda found: _say(f"  FAIL {found.check}, {found.configuration}: {found.stage}"),
         )
     from parity.report import write_report
