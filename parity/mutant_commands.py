@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import importlib.util
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,6 +62,8 @@ def mutants_command(
     if as_list:
         print(markdown(chosen), end="")
         return
+    if importlib.util.find_spec("jax") is None:
+        _stop('mutants need both sides; pip install "jaxdraft[spec]" for jax')
     verdicts = _run(chosen, jobs, others)
     if out is not None:
         write_report(out, verdicts)

@@ -54,18 +54,15 @@ class Worker:
     """A child process that answers one mutant after another, each in a fork of its own."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "parity.mutant_child"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=child_environment(),
-            start_new_session=True,  # so that its forks end with it
-        )
+        self._process: subprocess.Popen[str] | None = None
+        self._stopped = False
 
     def ask(self, mutant: Mutant, others: bool) -> dict[str, Any]:
-        """Return what the child says of a mutant; `error` alone when it says nothing."""
-        process = self._process
+        """Return what the child says of a mutant; `error` alone when it says nothing.
+
+        A child that is gone then is started anew for the next mutant.
+        """
+        process = self._started()
         assert process.stdin is not None
         assert process.stdout is not None
         try:
@@ -73,15 +70,37 @@ class Worker:
             process.stdin.flush()
             said: dict[str, Any] = json.loads(process.stdout.readline())
         except (OSError, ValueError):
-            return {"error": f"the process is gone (status {process.poll()})"}
+            self._end()
+            return {"error": f"no verdict: the worker ended with status {process.returncode}"}
         return said
 
     def stop(self) -> None:
-        """End the child, and the fork that it waits for."""
+        """End the child and the fork that it waits for; nothing is started any more."""
+        self._stopped = True
+        self._end()
+
+    def _started(self) -> subprocess.Popen[str]:
+        if self._process is None:
+            if self._stopped:
+                raise RuntimeError("the run was stopped")
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "parity.mutant_child"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=child_environment(),
+                start_new_session=True,  # so that its forks end with it
+            )
+        return self._process
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for stream in (process.stdin, process.stdout):
             with contextlib.suppress(OSError):
                 assert stream is not None
                 stream.close()

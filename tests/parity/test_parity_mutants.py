@@ -36,8 +36,10 @@ NO_OP = Mutant(
     configurations=("ties",),
 )
 ENDS = replace(NO_OP, name="ends", new="import os\n\nos._exit(3)\n")
+KILLS = replace(NO_OP, name="kills", new="import os\n\nos.kill(os.getppid(), 9)\nos._exit(1)\n")
 STALE = replace(NO_OP, name="stale", old="no such text")
-MUTATED = [*(BY_NAME[name] for name in SLICE), NO_OP, ENDS, STALE]
+# With two workers something always comes after the one that kills its worker.
+MUTATED = [KILLS, ENDS, STALE, NO_OP, *(BY_NAME[name] for name in SLICE)]
 
 
 def _digests() -> dict[str, str]:
@@ -83,6 +85,14 @@ def test_a_process_that_ends_is_no_detection(verdicts: dict[str, Verdict]) -> No
     verdict = verdicts["ends"]
     assert verdict.detected_by is None
     assert verdict.note == "no verdict: the process ended with status 3"
+
+
+def test_a_dead_worker_is_replaced(verdicts: dict[str, Verdict]) -> None:
+    """Fault: after one process that died (out of memory, say) no later mutant has a verdict."""
+    verdict = verdicts["kills"]
+    assert verdict.detected_by is None
+    assert verdict.note == "no verdict: the worker ended with status -9"
+    assert all(verdicts[name].detected_by is not None for name in SLICE)
 
 
 def test_a_text_that_goes_stale_during_the_run_is_no_detection(
