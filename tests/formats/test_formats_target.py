@@ -22,6 +22,7 @@ from format_toys import (
     write_draft,
     write_target,
 )
+from safetensors.torch import save_file
 
 from torch_port.errors import UserError
 from torch_port.formats.convert import Options, convert
@@ -137,3 +138,16 @@ def test_a_quantised_target_is_refused(tmp_path: Path) -> None:
     target = write(tmp_path / "two" / "t", config, codes)
     with pytest.raises(UserError, match="of dtype I8: quantised"):
         deepspec(tmp_path / "x", target)
+
+
+def test_a_target_with_quantised_layers_lends_its_plain_head(tmp_path: Path) -> None:
+    """Faults: refused for a layer that nothing here reads; a quantised head taken for a plain one."""
+    target = write_target(tmp_path / "target")
+    tensors = read_tensors(target)
+    tensors["model.layers.0.mlp.up_proj.weight"] = torch.ones(4, 4, dtype=torch.int8)
+    save_file(tensors, target / "model.safetensors")
+    check(deepspec(tmp_path / "a", target), HEAD)
+    tensors[HEAD] = torch.ones(V, H, dtype=torch.int8)
+    save_file(tensors, target / "model.safetensors")
+    with pytest.raises(UserError, match="lm_head.weight is of dtype I8: quantised"):
+        deepspec(tmp_path / "b", target)

@@ -177,7 +177,7 @@ def test_the_targets_head(tmp_path: Path) -> None:
     )
     assert torch.equal(read_head(path), head)
     save_file({"model.embed_tokens.weight": embedding}, path / "model.safetensors")
-    with pytest.raises(UserError, match=r"expected lm_head\.weight"):
+    with pytest.raises(UserError, match=r"expected one lm_head\.weight"):
         read_head(path)
     (path / "model.safetensors").rename(path / "part.safetensors")
     (path / "model.safetensors.index.json").write_text(

@@ -82,8 +82,8 @@ class TargetDirectory:
 
     @cached_property
     def weights(self) -> Weights:
-        """Every tensor of the target, none read yet."""
-        return read_weights(self.path)
+        """The target's embeddings and heads, none read yet; its layers may be quantised."""
+        return read_weights(self.path, lambda name: name.endswith((EMBEDDING, HEAD)))
 
     def embedding(self, vocab_size: int, hidden_size: int) -> TensorRef:
         """Return E [V, H]. Raises UserError when there is none, or of another size."""
@@ -92,16 +92,19 @@ class TargetDirectory:
 
     def head_rows(self, kept_K: Tensor, vocab_size: int, hidden_size: int) -> TensorRef:
         """Return the kept rows of U, [K, H]. A tied target's head is its embedding."""
-        ref = self._find(EMBEDDING if self.tied else HEAD)
-        return self._rows(ref, vocab_size, hidden_size, kept_K)
+        return self._rows(self.head(), vocab_size, hidden_size, kept_K)
+
+    def head(self) -> TensorRef:
+        """Return all of U, padding rows too. Raises UserError when there is none."""
+        return self._find(EMBEDDING if self.tied else HEAD)
 
     def _find(self, name: str) -> TensorRef:
         names = [n for n in self.weights if n == name or n.endswith(f".{name}")]
         if len(names) != 1:
             tied = "" if name == EMBEDDING else " (tie_word_embeddings is not true)"
             raise UserError(
-                f"target {self.path}: expected one {name}{tied}, found {names or 'none'} among "
-                f"{len(self.weights)} tensors"
+                f"target {self.path}: expected one {name}{tied}, found {names or 'none'} among its "
+                f"embeddings and heads {sorted(self.weights)}"
             )
         ref = self.weights[names[0]]
         if not DTYPES[ref.dtype].is_floating_point or len(ref.shape) != 2:

@@ -91,8 +91,8 @@ def header_digest(path: Path) -> str:
     return hashlib.sha256(size + header).hexdigest()
 
 
-def read_weights(directory: Path) -> Weights:
-    """Find every tensor of a checkpoint directory; none is read yet.
+def read_weights(directory: Path, wanted: Callable[[str], bool] = lambda name: True) -> Weights:
+    """Find the wanted tensors of a checkpoint directory, by name; none is read yet.
 
     `model.safetensors`, or the files that `model.safetensors.index.json` names; else the same with
     `pytorch_model.bin`, which is opened with weights_only=True.
@@ -110,9 +110,9 @@ def read_weights(directory: Path) -> Weights:
                 "remove the one that is left over"
             )
         if whole.is_file():
-            return reader(whole)
+            return reader(whole, wanted)
         if index.is_file():
-            return _sharded(directory, index, reader)
+            return _sharded(directory, index, reader, wanted)
     raise UserError(
         f"{directory}: no weights: expected model.safetensors, model.safetensors.index.json, "
         "pytorch_model.bin or pytorch_model.bin.index.json"
@@ -132,17 +132,23 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _sharded(directory: Path, index: Path, reader: Callable[[Path], Weights]) -> Weights:
+Wanted = Callable[[str], bool]
+
+
+def _sharded(
+    directory: Path, index: Path, reader: Callable[[Path, Wanted], Weights], wanted: Wanted
+) -> Weights:
     placed = read_json(index).get("weight_map")
     if not isinstance(placed, Mapping) or not placed:
         raise UserError(f"{index}: names no weight_map; copy the checkpoint again")
+    placed = {str(tensor): file for tensor, file in placed.items() if wanted(str(tensor))}
     names = sorted({str(name) for name in placed.values()})
     outside = [name for name in names if Path(name).name != name]
     if outside:
         raise UserError(f"{index}: names a file outside of its directory: {outside[0]}")
     weights: Weights = {}
     for name in names:
-        for tensor, ref in reader(directory / name).items():
+        for tensor, ref in reader(directory / name, wanted).items():
             if placed.get(tensor) != name:
                 raise UserError(
                     f"{index}: {tensor} is in {name}, the index says {placed.get(tensor)}; copy "
@@ -155,11 +161,13 @@ def _sharded(directory: Path, index: Path, reader: Callable[[Path], Weights]) ->
     return weights
 
 
-def _safetensors(path: Path) -> Weights:
-    return read_safetensors(path)[0]
+def _safetensors(path: Path, wanted: Wanted) -> Weights:
+    return read_safetensors(path, wanted)[0]
 
 
-def read_safetensors(path: Path) -> tuple[Weights, dict[str, str]]:
+def read_safetensors(
+    path: Path, wanted: Wanted = lambda name: True
+) -> tuple[Weights, dict[str, str]]:
     """Find the tensors of one safetensors file; none is read yet. Returns them and its metadata.
 
     Raises UserError for a damaged file, one whose header was changed after this package wrote it,
@@ -182,6 +190,8 @@ def read_safetensors(path: Path) -> tuple[Weights, dict[str, str]]:
         )
     weights: Weights = {}
     for name, (dtype, shape) in entries.items():
+        if not wanted(name):
+            continue
         if dtype not in DTYPES:
             raise _wrong_dtype(f"{path}: {name}", dtype)
         opener, place = _opener(path, name), (path, begins[name])
@@ -213,7 +223,7 @@ def _opener(path: Path, name: str) -> Callable[[], Tensor]:
     return load
 
 
-def _pickled(path: Path) -> Weights:
+def _pickled(path: Path, wanted: Wanted) -> Weights:
     try:
         with open(path, "rb") as stream:
             zipped = stream.read(2) == b"PK"  # else as torch wrote before 1.6: it cannot be mapped
@@ -224,6 +234,7 @@ def _pickled(path: Path) -> Weights:
         isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
     ):
         raise UserError(f"{path}: expected tensors by name, found something else; nothing is read")
+    content = {name: value for name, value in content.items() if wanted(name)}
     odd = [n for n, t in content.items() if t.layout != torch.strided or t.device.type != "cpu"]
     if odd:
         raise UserError(f"{path}: {odd[0]} is no plain tensor (sparse, or without values)")
