@@ -141,7 +141,7 @@ def test_a_quantised_target_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_target_with_quantised_layers_lends_its_plain_head(tmp_path: Path) -> None:
-    """Faults: refused for a layer that nothing here reads; a quantised head taken for a plain one."""
+    """Faults: refused for a layer that nothing reads; a quantised head taken for a plain one."""
     target = write_target(tmp_path / "target")
     tensors = read_tensors(target)
     tensors["model.layers.0.mlp.up_proj.weight"] = torch.ones(4, 4, dtype=torch.int8)
@@ -149,5 +149,5 @@ def test_a_target_with_quantised_layers_lends_its_plain_head(tmp_path: Path) -> 
     check(deepspec(tmp_path / "a", target), HEAD)
     tensors[HEAD] = torch.ones(V, H, dtype=torch.int8)
     save_file(tensors, target / "model.safetensors")
-    with pytest.raises(UserError, match="lm_head.weight is of dtype I8: quantised"):
+    with pytest.raises(UserError, match=r"lm_head\.weight is of dtype I8: quantised"):
         deepspec(tmp_path / "b", target)
