@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -10,7 +12,7 @@ import typer
 from rich.console import Console
 
 from parity.adapter import Unavailable, load_adapter
-from parity.cases import CaseError, list_cases, read_case
+from parity.cases import Case, CaseError, list_cases, read_case
 from parity.judge import judge_case
 from parity.judge_mutants import mutant_lines, run_mutants
 from parity.judge_report import (
@@ -23,6 +25,7 @@ from parity.judge_report import (
     unjudged,
     unseen,
 )
+from parity.judge_verdicts import CaseVerdict
 
 
 def judge_command(
@@ -58,7 +61,7 @@ def judge_command(
     try:
         adapter: Any = load_adapter(implementation)
         cases = [read_case(path) for path in list_cases(directory)]
-        verdicts = [judge_case(adapter, case) for case in cases]
+        verdicts = list(_judged(adapter, cases))
     except Unavailable as reason:
         _stop(f"skipped: {reason}")
     except (CaseError, ValueError) as error:
@@ -81,6 +84,16 @@ def judge_command(
     if status == 0 and any(v.applied and v.case is None for v in found):
         status = 1
     raise typer.Exit(status)
+
+
+def _judged(adapter: Any, cases: list[Case]) -> Iterator[CaseVerdict]:
+    """Judge one case after the other, with a line now and then where that takes long."""
+    last = time.monotonic()
+    for done, case in enumerate(cases):
+        if time.monotonic() - last > 10:
+            last = time.monotonic()
+            Console(stderr=True).print(f"{done}/{len(cases)} cases", highlight=False)
+        yield judge_case(adapter, case)
 
 
 def _print(console: Console, lines: list[str]) -> None:
