@@ -173,7 +173,7 @@ PORT: tuple[Mutant, ...] = (
         "return torch.where(own < 0, column < slot_G1, own > slot_G1)",
         "return (column < slot_G1) | (own > slot_G1)",
         ("blocks", "losses"),
-        ("pruned-sliding-1",),
+        ("full-rnn-sliding-2",),
     ),
     _port(
         "head-norms-without-weight",

@@ -218,7 +218,7 @@ SPEC_RUNS: tuple[Mutant, ...] = (
         "return jnp.where(mask, (1 - beta) * c + beta, 1)",
         "return jnp.where(mask, beta * c + (1 - beta), 1)",
         ("losses",),
-        ("dpace-both-full",),
+        ("dpace-cumulative",),
     ),
     _spec(
         "eagle3-token-shift",

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from parity import mutant_commands
 from parity.cli import app
+from parity.configurations import BY_NAME as CONFIGURATIONS
 from parity.mutant_catalogue import (
     ROOT,
     Mutant,
@@ -154,6 +155,13 @@ def test_the_catalogue_covers_the_sheet() -> None:
     assert check_fresh(mutants) == []
     packages = {(m.side, m.file.split("/")[0]) for m in mutants}
     assert packages == {("spec", "jaxdraft"), ("port", "torch_port"), ("port", "parity")}
+
+
+def test_mutants_look_at_nothing_that_a_quick_run_spares() -> None:
+    """Fault: one that only a narrowed run sees, on a configuration that quick runs leave out."""
+    named = {name for mutant in catalogue() for name in mutant.configurations}
+    assert len(named & set(CONFIGURATIONS)) > 10
+    assert [name for name in named & set(CONFIGURATIONS) if not CONFIGURATIONS[name].quick] == []
 
 
 def test_the_document_is_the_catalogue() -> None:
