@@ -168,7 +168,7 @@ def test_the_disk_is_asked_before_anything_is_captured(
     monkeypatch.setattr(run_module.shutil, "disk_usage", lambda _: Usage(0, 0, bytes_in_all - 1))
     with pytest.raises(DataError, match="are free"):
         capture_features(given, QUIET)
-    assert not list((tmp_path / "out").glob("*.safetensors"))
+    assert not (tmp_path / "out").exists()  # the same name is free for fewer layers
     monkeypatch.setattr(run_module.shutil, "disk_usage", lambda _: Usage(0, 0, bytes_in_all))
     with pytest.raises(DataError, match="--limit-gb"):
         capture_features(given, QUIET, limit_gb=(bytes_in_all - 1) / 1e9)

@@ -112,9 +112,10 @@ def capture_features(
             "dtype": settings.dtype,
             "shard_tokens": shard_tokens,
         }
+    plan = _plan(settings.directory, prepared, shard_tokens, token_bytes)
+    # Before the directory exists: what is refused here is tried again with other settings.
+    _check_space(settings.directory, plan, limit_gb, console)
     with claimed(settings.directory, RECORD_NAME, inputs):
-        plan = _plan(settings.directory, prepared, shard_tokens, token_bytes)
-        _check_space(settings.directory, plan, limit_gb, console)
         _capture_all(settings, plan, prepared, console, processes)
         if not (settings.directory / INDEX_NAME).is_file():
             _finish(settings.directory, plan, inputs, prepared)
@@ -165,26 +166,31 @@ def _plan(
 def _check_space(
     directory: Path, plan: CapturePlan, limit_gb: float | None, console: Console
 ) -> None:
-    free = shutil.disk_usage(directory).free
+    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
     done = len(plan.jobs) - len(plan.left)
     already = f", {done} of them there already" if done else ""
     console.print(
-        f"  disk: {plan.total_bytes / _GB:,.2f} GB in {len(plan.jobs)} shards ({plan.token_bytes:,}"
-        f" bytes a token){already}; {plan.left_bytes / _GB:,.2f} GB to write, {free / _GB:,.2f} GB "
-        "free",
+        f"  disk: {_size(plan.total_bytes)} in {len(plan.jobs)} shards ({plan.token_bytes:,} bytes "
+        f"a token){already}; {_size(plan.left_bytes)} to write, {_size(free)} free",
         highlight=False,
         soft_wrap=True,
     )
     if limit_gb is not None and plan.total_bytes > limit_gb * _GB:
         raise DataError(
-            f"the features take {plan.total_bytes / _GB:,.2f} GB, but --limit-gb is {limit_gb:g}. "
+            f"the features take {_size(plan.total_bytes)}, but --limit-gb is {limit_gb:g}. "
             "Raise it, capture fewer layers, or prepare less."
         )
     if plan.left_bytes > free:
         raise DataError(
-            f"{directory}: {plan.left_bytes / _GB:,.2f} GB are to be written, but "
-            f"{free / _GB:,.2f} GB are free. Free some, capture fewer layers, or prepare less."
+            f"{directory}: {_size(plan.left_bytes)} are to be written, but {_size(free)} are free. "
+            "Free some, capture fewer layers, or prepare less."
         )
+
+
+def _size(count: int) -> str:
+    """Bytes in GB, or in MB where that would be 0.00."""
+    return f"{count / _GB:,.2f} GB" if count >= 1e7 or not count else f"{count / 1e6:,.3f} MB"
 
 
 def _capture_all(
