@@ -47,9 +47,10 @@ def legend(verdicts: Sequence[CaseVerdict]) -> list[str]:
 
 def table(verdicts: Sequence[CaseVerdict]) -> Table:
     """Return a row per case; conventions by number."""
-    shown = Table(
-        "case", "verdict", "first that differs", "worst error", "judged", "what", box=None
-    )
+    shown = Table(box=None)
+    for name in ("case", "verdict", "stage", "worst", "judged"):
+        shown.add_column(name, no_wrap=True)
+    shown.add_column("what")
     numbers = {text: str(i) for i, text in enumerate(legend(verdicts), 1)}
     for v in (v for v in verdicts if v.verdict != NOT_JUDGED):
         what = v.detail or _numbered(v, numbers)
