@@ -193,6 +193,24 @@ def test_other_inputs_are_refused(tmp_path: Path, change: dict, named: str) -> N
     assert contents(out) == before
 
 
+def test_a_corpus_that_changes_meanwhile_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault: shards of two versions of a file under the fingerprint of the first."""
+    text = corpus(tmp_path, drawn_lines(5))
+    real = prepare_module._write
+
+    def late(*given: object) -> None:
+        real(*given)  # type: ignore[arg-type]
+        with open(text.files[0], "a") as stream:
+            stream.write("\n")
+
+    monkeypatch.setattr(prepare_module, "_write", late)
+    with pytest.raises(DataError, match="changed while it was read"):
+        prepare_corpus(text, tmp_path / "out", QUIET)
+    assert not (tmp_path / "out" / "index.json").exists()
+
+
 def test_somebody_elses_directory_and_a_second_writer_are_refused(tmp_path: Path) -> None:
     """Faults: files among those of another directory; two runs that remove each other's temporary
     files."""

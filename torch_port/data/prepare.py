@@ -94,6 +94,7 @@ def prepare_corpus(
     is left, and a file that changed while it was read.
     """
     _check(corpus)
+    stamps = _stamps(corpus)
     with stage("fingerprint", 1, console):
         inputs = corpus.inputs()
     with claimed(directory, RECORD_NAME, inputs):
@@ -103,6 +104,11 @@ def prepare_corpus(
         jobs = [(number, piece) for number, piece in enumerate(pieces)]
         left = [job for job in jobs if not (directory / _shard_name(job[0])).is_file()]
         _encode_all(corpus, directory, left, len(jobs), console, workers)
+        if _stamps(corpus) != stamps:
+            raise DataError(
+                f"{', '.join(map(str, corpus.files))}: changed while it was read. Remove "
+                f"{directory}, and prepare again when nothing writes to the corpus."
+            )
         with stage("index", 1, console):
             names = [_shard_name(number) for number, _ in jobs]
             abouts = [_about(directory / name) for name in names]
@@ -134,6 +140,11 @@ def _check(corpus: Corpus) -> None:
             f"--max-length is {corpus.max_length}, but a sample needs at least 2 positions. "
             "Give the length that the draft will be trained with."
         )
+
+
+def _stamps(corpus: Corpus) -> list[tuple[int, int]]:
+    """Every file's time of change and size: equal ones say that nobody wrote to it."""
+    return [(stat.st_mtime_ns, stat.st_size) for stat in (file.stat() for file in corpus.files)]
 
 
 _Job = tuple[int, TextPiece]
