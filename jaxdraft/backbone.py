@@ -323,6 +323,9 @@ class Backbone(nn.Module):
     ) -> Float[Array, "batch blocks γ hidden"]:
         """h, from the captured target states and the embedded draft tokens.
 
+        A state that no slot sees in any layer is taken as 0: whatever it holds, NaN too, it is not
+        read (a weight of 0 would not stop a NaN).
+
         Args:
             target_states: F, L layers concatenated [batch seq L·H].
             draft_embeddings: E of the draft's input tokens [batch blocks γ hidden].
@@ -333,10 +336,11 @@ class Backbone(nn.Module):
             h [batch blocks γ hidden].
         """
         config, seq = self.config, target_states.shape[1]
-        context = self.hidden_norm(self.fc(target_states))
+        masks = [visibility(config, kind, anchors, keep, seq) for kind in config.layer_types]
+        seen = jnp.stack([mask.context.any(axis=(1, 2)) for mask in masks]).any(axis=0)
+        context = self.hidden_norm(self.fc(jnp.where(seen[..., None], target_states, 0)))
         draft_at = blocks.positions(anchors, config.block_size)
         y = draft_embeddings
-        for layer, layer_type in zip(self.layers, config.layer_types, strict=True):
-            visible = visibility(config, layer_type, anchors, keep, seq)
+        for layer, visible in zip(self.layers, masks, strict=True):
             y = layer(y, context, draft_at, visible)
         return self.norm(y)

@@ -145,16 +145,13 @@ def illegal_padding(
 def unread_states(
     configuration: Configuration, case: Case, random: np.random.Generator
 ) -> Case | None:
-    """Captured states behind every anchor, which no block sees, are huge.
-
-    Not NaN: the port takes unseen states as 0, the spec multiplies them by 0 (docs/parity.md).
-    """
+    """Captured states behind every anchor, which no block sees, are NaN."""
     if configuration.family == "eagle3":
         return None
     case = _supervised(case)
     states, anchors = case.tensors["batch/hidden_states"].copy(), case.tensors[_ANCHORS].copy()
     anchors[:] = np.sort(random.integers(1, S // 2, anchors.shape))
-    states[:, S // 2 :] = 1e6
+    states[:, S // 2 :] = np.nan
     return with_tensors(case, {"batch/hidden_states": states, _ANCHORS: anchors})
 
 

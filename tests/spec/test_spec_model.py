@@ -178,6 +178,24 @@ def test_states_at_or_after_an_anchor_do_not_move_its_block_note_7():
         assert (np.asarray(after.draft_logits[0, 2]) != np.asarray(seen.draft_logits[0, 2])).any()
 
 
+def test_states_that_nothing_sees_may_be_nan():
+    # Fault (note 9): NaN behind the last kept anchor times a weight of 0. The gradients of such a
+    # case are compared with the port's by parity's edges.
+    of, clean = (
+        config(),
+        batch(
+            anchor_positions=jnp.array([[2, 4, 5], [2, 4, 7]]),
+            block_keep_mask=jnp.array([[True, True, True], [True, True, False]]),
+        ),
+    )
+    spoilt = clean._replace(hidden_states=clean.hidden_states.at[:, 5:].set(jnp.nan))
+    got, want = (
+        evaluate(of, OBJECTIVE, params(of), target(), toy_map(), b) for b in (spoilt, clean)
+    )
+    assert float(got.loss) == float(want.loss)
+    np.testing.assert_array_equal(got.hidden, want.hidden)
+
+
 def test_w1_is_read_with_target_ids_note_28():
     # Fault: W1 read with draft ids. A bias that fires after target token 9 (draft id 3) only.
     of = config(confidence_head_with_markov=False)
