@@ -138,6 +138,13 @@ def test_what_a_template_cannot_say_is_refused(tmp_path: Path) -> None:
     text = corpus(tmp_path, REWRITTEN + PROMPT, SMALL[:2])
     with pytest.raises(UserError, match=r"jsonl:1: --chat-template chat\.jinja: .* turn 2 "):
         counted(text)
+    twice = TURNS.replace(
+        "{{ m.content }}",
+        "{{ m.content }}{% if m.role == 'assistant' and not "
+        "loop.last %} {{ m.content }}{% endif %}",
+    )
+    with pytest.raises(UserError, match=r"jsonl:2: .* turn 3 "):
+        counted(corpus(tmp_path, twice + PROMPT, SMALL[:2]))
     strict = (
         CHATML_JINJA
         + "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
