@@ -184,7 +184,7 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     _dflash("dflash-full", {"loss_decay_gamma": 2.5}, **FULL),
     _dflash("dflash-sliding", {"loss_decay_gamma": 4.0}, sliding_window=3, **_SLIDES),
     _dflash("dflash-two-slots", block_size=2),
-    _dflash("dpace-cumulative", {"dpace": "cumulative", "beta": 0.5}),
+    _dflash("dpace-cumulative", {"dpace": "cumulative", "beta": 0.3}),
     _dflash("dpace-continuation", {"dpace": "continuation"}),
     _dflash("dpace-both", {"dpace": "both"}),
     _dflash("dpace-both-full", {"dpace": "both", "beta": 0.2}, **FULL),

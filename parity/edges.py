@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from parity.cases import Array, Case
-from parity.configurations import Configuration, with_tensors
+from parity.configurations import COMPUTE, Configuration, with_tensors
 from parity.recipes import B, S, V
 
 LOSS_ONLY = "loss_only"  # in a case's `extra`: at the L1's kink gradients are not compared (§8)
@@ -155,6 +155,23 @@ def unread_states(
     return with_tensors(case, {"batch/hidden_states": states, _ANCHORS: anchors})
 
 
+def unread_targets(
+    configuration: Configuration, case: Case, random: np.random.Generator
+) -> Case | None:
+    """Target states that no counted slot is taught by are no numbers (field note 9).
+
+    In the plain form: the fused one never reads them.
+    """
+    if configuration.family == "eagle3":
+        return None
+    case = _supervised(case)
+    mask, states, anchors = (case.tensors[n].copy() for n in (_ON, _TEACHER, _ANCHORS))
+    mask[:, S // 2 :], states[:, S // 2 :] = 0, np.nan
+    anchors[:] = np.sort(random.integers(1, S // 2, anchors.shape))
+    case = replace(case, compute=COMPUTE[1])
+    return with_tensors(case, {_ON: mask, _TEACHER: states, _ANCHORS: anchors})
+
+
 def same_anchor(
     configuration: Configuration, case: Case, random: np.random.Generator
 ) -> Case | None:
@@ -190,6 +207,8 @@ def draft_ties(
     kept = case.tensors.get("weights/t2d")
     head[slice(None) if kept is None else kept] = 0
     drawn = {n: value.astype(np.float32) for n, value in signs.items()}
+    # Every label is a kept id: one of those that are tied often enough to tell which one wins.
+    drawn[_IDS] = random.choice(np.arange(V) if kept is None else np.flatnonzero(kept), (B, S))
     return with_tensors(_supervised(case), drawn | {"target/lm_head.weight": head})
 
 
@@ -230,4 +249,5 @@ EDGES: dict[str, Edge] = {
     "ties of the teacher": teacher_ties,
     "ties of the draft": draft_ties,
     "draft equals teacher": equal_teacher,
+    "targets nothing reads": unread_targets,
 }

@@ -142,13 +142,13 @@ def _configurations(check: str, plan: Plan) -> list[str | None]:
 
         return list(KINDS)
     if check == "training":
-        from parity.checks.training import MASTERS_RUN, RUNS
+        from parity.checks.training import MASTERS_RUN, RANKS_RUN, RUNS
 
-        return [*RUNS, MASTERS_RUN]
+        return [*RUNS, MASTERS_RUN, RANKS_RUN]
     if check == "precision":
-        from parity.checks.precision import chosen
+        from parity.checks.precision import ROUNDING_RUN, chosen
 
-        return list(chosen(plan))
+        return [*chosen(plan), ROUNDING_RUN]
     return [None]
 
 

@@ -170,6 +170,12 @@ def _drawn(kind: str, seed: int, number: int) -> Case:
     if number % 8 == 0:  # whole numbers: ties at temperature 0
         ties = {"toy/logits": np.round(case.tensors["toy/logits"])}
         case = replace(case, tensors=case.tensors | ties)
+    weight = "weights/confidence_head.proj.weight"
+    if number % 8 == 5 and weight in case.tensors:  # σ(0)² is the threshold to the last bit
+        bias = "weights/confidence_head.proj.bias"
+        zeros = {name: np.zeros_like(case.tensors[name]) for name in (weight, bias)}
+        settings = case.extra["decoding"] | {"confidence_threshold": 0.25}
+        case = replace(case, tensors=case.tensors | zeros, extra={"decoding": settings})
     return replace(case, name=f"{kind} #{number}")
 
 

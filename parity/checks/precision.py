@@ -14,6 +14,7 @@ import numpy as np
 
 from parity.cases import Array, Case
 from parity.checks.base import Check, CheckResult, Measured, Plan, record
+from parity.checks.rounding import ROUNDING_RUN, compare_rounding
 from parity.compare import relative_error
 from parity.configurations import BY_NAME
 from parity.sides import Answer, run_port, run_spec
@@ -43,6 +44,8 @@ def run_precision(plan: Plan) -> CheckResult:
             plan.progress(done, len(configurations) * count)
             if failed and (plan.first_only or len(result.findings) >= 3):
                 break
+    if plan.wants(ROUNDING_RUN):
+        record({NAME: result}, ROUNDING_RUN, None, compare_rounding(plan.seed))
     result.seconds = time.process_time() - started
     return result
 

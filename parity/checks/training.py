@@ -13,6 +13,7 @@ from parity.cases import Array, Case, as_dtype
 from parity.checks.base import Check, CheckResult, Measured, Plan, record
 from parity.checks.eagle3 import port_eagle3_draft
 from parity.checks.optimizer import compare_masters, masters_case
+from parity.checks.ranks import RANKS_RUN, compare_ranks
 from parity.compare import relative_error
 from parity.configurations import BY_NAME
 from parity.draw import draw_recipe
@@ -302,8 +303,13 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "dflash-pruned": ("dflash-pruned", {}),
     "dpace-both": ("dpace-both", {}),
     "eagle3-pruned": ("eagle3-pruned", {}),
-    # A norm that is 1.2 times the mean is a spike here: both must skip the same steps.
-    "dflash-pruned, spikes": ("dflash-pruned", {"spike_multiple": 1.2}),
+    # A norm that is 1.3 times the mean is a spike here, at a rate so small that norms do not just
+    # fall: 5 of 12 steps are skipped, and a guard that learns from spikes skips others. Norms stand
+    # on both sides of the clip.
+    "dflash-pruned, spikes": (
+        "dflash-pruned",
+        {"spike_multiple": 1.3, "peak_rate": 1e-4, "final_rate": 0.0, "max_grad_norm": 12.0},
+    ),
 }
 MASTERS_RUN = "bf16 masters"
 
@@ -331,9 +337,11 @@ def drawn_run(configuration: str, seed: int, steps: int, **numbers: Any) -> Case
 def run_training(plan: Plan) -> CheckResult:
     """Train every family on both sides; compare losses, moments and parameters step by step."""
     result, started = CheckResult(NAME), time.process_time()
-    chosen = [name for name in (*RUNS, MASTERS_RUN) if plan.wants(name)]
+    chosen = [name for name in (*RUNS, MASTERS_RUN, RANKS_RUN) if plan.wants(name)]
     for done, name in enumerate(chosen, start=1):
-        if name == MASTERS_RUN:
+        if name == RANKS_RUN:
+            record({NAME: result}, name, None, compare_ranks(plan.seed))
+        elif name == MASTERS_RUN:
             case = masters_case(plan.seed)
             record({NAME: result}, name, case, compare_masters(case), "float32")
         else:
@@ -375,7 +383,7 @@ CHECK = Check(
     ("§8", "§11", "§14"),
     run_training,
     (
-        "several ranks, micro-batches, and a resumed run: the port's own tests have them",
+        "real ranks (two are pretended), micro-batches, resumed runs: the port's tests have them",
         "the draw of the anchors, which each side does with its own generator",
         "DFlash and EAGLE3 steps of the spec are composed of its parts here: it has no such step",
     ),

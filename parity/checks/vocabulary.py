@@ -60,6 +60,8 @@ def _cases(chosen: dict[str, Draw], plan: Plan) -> Iterator[tuple[str, Case]]:
 
 def compare_maps(case: Case) -> list[Measured]:
     """Compare t2d, d2t, the derived index and the coverage of both sides, or that both refuse."""
+    if "ids" in case.extra[NAME]:
+        return _compare_counting(case)
     port, spec = _answer(_port_map, case), _answer(_spec_map, case)
     told = [value for value in (port, spec) if isinstance(value, str)]
     if told:
@@ -74,6 +76,22 @@ def compare_maps(case: Case) -> list[Measured]:
         result.append(Measured(NAME, name, 0.0 if same else float("inf"), EXACT))
     error = abs(float(port["coverage"]) - float(spec["coverage"]))
     return [*result, Measured(NAME, "coverage", error, _ROUNDING)]
+
+
+def _compare_counting(case: Case) -> list[Measured]:
+    """Compare the port's counts with those of the tokens that the spec calls supervised."""
+    import jax.numpy as jnp
+
+    from jaxdraft.blocks import supervised
+    from torch_port.vocabulary.counting import count_supervised_tokens
+
+    ids, mask = (np.asarray(case.extra[NAME][name]) for name in ("ids", "mask"))
+    V = len(case.tensors["counts"])
+    on = np.asarray(supervised(jnp.asarray(mask)))
+    expected = np.bincount(ids[on], minlength=V)
+    got = count_supervised_tokens(zip(ids, mask.astype(np.float32), strict=True), V)
+    same = np.array_equal(got, expected)
+    return [Measured(NAME, "supervised counts", 0.0 if same else float("inf"), EXACT)]
 
 
 def _short(answer: dict[str, Array] | str) -> str:
@@ -204,7 +222,15 @@ def _mistakes(random: np.random.Generator) -> tuple[Array, dict[str, Any]]:
     return counts, asked
 
 
+def _counting(random: np.random.Generator) -> tuple[Array, dict[str, Any]]:
+    """Token ids and loss masks of some rows instead of counts; 0.5 is not supervised, 0.6 is."""
+    V, shape = int(random.integers(2, 40)), (int(random.integers(1, 4)), 12)
+    ids, mask = random.integers(0, V, shape), random.choice([0.0, 0.5, 0.6, 1.0], shape)
+    return np.zeros(V, np.int64), {"ids": ids.tolist(), "mask": mask.tolist()}
+
+
 KINDS: dict[str, Draw] = {
+    "counting": _counting,
     "counts": _counts,
     "ties": _ties,
     "fill": _fill,
@@ -221,7 +247,6 @@ CHECK = Check(
     ("§2",),
     run_vocabulary,
     (
-        "how tokens are counted: only the port counts",
         "maps by the teacher's mass, whose sums round differently everywhere (§2 is by count)",
         "the words of a refusal, which are each side's own",
     ),
