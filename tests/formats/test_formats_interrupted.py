@@ -43,9 +43,10 @@ def child(
     convert(source, destination, to, Options(TargetDirectory(target)), progress)
 
 
-@pytest.mark.parametrize("to", FORMATS)
-@pytest.mark.parametrize("tensors", [1, 5, 10**6], ids=["the first", "the fifth", "the last"])
-def test_a_killed_conversion(to: str, tensors: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tensors", "to"), [(1, "hf"), *((5, to) for to in FORMATS), (10**6, "port")]
+)
+def test_a_killed_conversion(tensors: int, to: str, tmp_path: Path) -> None:
     """A process is killed, SIGKILL, between two tensors, and before config.json or run.json.
 
     Faults: written under its final name; a next try that takes over, or stumbles over, the rest."""
@@ -54,7 +55,8 @@ def test_a_killed_conversion(to: str, tensors: int, tmp_path: Path) -> None:
     place.mkdir()
     hear, tell = multiprocessing.Pipe(duplex=False)
     arguments = (source, target, place / "draft", to, tensors, tell)
-    process = multiprocessing.get_context("fork").Process(target=child, args=arguments)
+    # Spawned: a fork of a process in which JAX has threads can hang.
+    process = multiprocessing.get_context("spawn").Process(target=child, args=arguments)
     process.start()
     assert hear.poll(60)
     done, total = hear.recv()

@@ -12,7 +12,11 @@ ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "spec.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("place", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
+OF_OTHER_PAGES = ("numpy_adapter",)  # docs/judge.md's; tests/parity/test_parity_judge.py runs it
+EXAMPLES = [p for p in sorted((ROOT / "examples").glob("*.py")) if p.stem not in OF_OTHER_PAGES]
+
+
+@pytest.mark.parametrize("place", EXAMPLES, ids=lambda p: p.stem)
 def test_tables_are_what_the_examples_print(place: Path) -> None:
     """Fault: numbers in the docs that no code gives any more."""
     description = importlib.util.spec_from_file_location(place.stem, place)
@@ -54,12 +58,14 @@ CONSTANT = "a name or number of a format, not a clause"
 TYPE = "a type in signatures"
 REFUSAL = "refuses input; the clause is where it is called"
 PLUMBING = "carries arrays from one named function to another"
+FILES = "reads or writes a file of a draft or run; the clause is contracts §4, not the sheet's"
 EXEMPT = {
     "backbone.Visibility": RECORD,
     "blocks.at_positions": PLUMBING,
     "checkpoint.CheckpointMismatchError": REFUSAL,
     "checkpoint.FORMAT": CONSTANT,
     "checkpoint.abstract_arrays": PLUMBING,
+    "checkpoint.target_facts": PLUMBING,
     "checks.as_tuple": REFUSAL,
     "checks.check_bool": REFUSAL,
     "checks.check_fields": REFUSAL,
@@ -83,6 +89,14 @@ EXEMPT = {
     "dflash.Labels": RECORD,
     "dpace.VARIANTS": CONSTANT,
     "draft.DraftOutput": RECORD,
+    "draft_checkpoint.FORMAT": CONSTANT,
+    "draft_checkpoint.SavedDraft": RECORD,
+    "draft_checkpoint.abstract_params": PLUMBING,
+    "draft_checkpoint.check_params": REFUSAL,
+    "draft_checkpoint.load_draft": FILES,
+    "draft_checkpoint.read_carried": FILES,
+    "draft_checkpoint.read_config": FILES,
+    "draft_checkpoint.save_draft": FILES,
     "drafting.BlockState": RECORD,
     "drafting.Drafter": RECORD,
     "drafting.Proposals": RECORD,
@@ -106,7 +120,20 @@ EXEMPT = {
     "objective.Coefficients": RECORD,
     "objective.SlotTerms": RECORD,
     "objective.Sums": RECORD,
+    "saved_run.RunArrays": RECORD,
+    "saved_run.SavedRun": RECORD,
+    "saved_run.check_place": REFUSAL,
+    "saved_run.read": FILES,
+    "saved_run.read_extra": FILES,
+    "saved_run.save_arrays": FILES,
     "scheduling.StepTime": TYPE,
+    "stored.DIGESTS": CONSTANT,
+    "stored.digest": FILES,
+    "stored.holds": FILES,
+    "stored.leaves_by_path": PLUMBING,
+    "stored.read_document": FILES,
+    "stored.read_tree": FILES,
+    "stored.write": FILES,
     "training.SpikeGuard": RECORD,
     "training.StepReport": RECORD,
     "training.TrainState": RECORD,

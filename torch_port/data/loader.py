@@ -186,11 +186,13 @@ class FeatureLoader:
                 if isinstance(batch, str):
                     raise DataError(batch)
                 yield batch
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
+        except (RuntimeError, ConnectionError, EOFError, FileNotFoundError) as error:
+            # The latter three: it ended while it handed over a tensor, through a socket of its own.
+            if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
                 raise
+            why = (str(error) or type(error).__name__).splitlines()[0]
             raise UserError(
-                f"a process that reads features ended ({str(error).splitlines()[0]}); lower the "
+                f"a process that reads features ended ({why}); lower the "
                 "loader's workers or prefetch, or give more memory or /dev/shm"
             ) from None
 
