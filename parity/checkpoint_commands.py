@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from torch_port.formats.commands import TARGET, WITH_HEAD, report, written_mebibytes
+from torch_port.formats.commands import COUNTS, TARGET, WITH_HEAD, report, written_mebibytes
 
 if TYPE_CHECKING:
     from torch_port.formats.checkpoint import Checkpoint
@@ -54,6 +54,7 @@ def convert_command(
 def show_command(
     path: Annotated[Path, typer.Argument(metavar="CKPT", help="A checkpoint, of any format.")],
     target: Annotated[Path | None, TARGET] = None,
+    counts: Annotated[Path | None, COUNTS] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what a checkpoint is: format, layout, sizes, map, heads, dtype, step, fingerprints.
@@ -68,9 +69,9 @@ def show_command(
 
     checkpoint = _read(path, target)
     if as_json:
-        print(json.dumps(summary(checkpoint), indent=2, ensure_ascii=False))
+        print(json.dumps(summary(checkpoint, counts), indent=2, ensure_ascii=False))
     else:
-        print_summary(checkpoint, Console())
+        print_summary(checkpoint, Console(), counts)
 
 
 def diff_command(

@@ -18,6 +18,11 @@ TARGET = typer.Option(
     metavar="DIR",
     help="The target's directory, for what a format borrows: embedding, head rows, layers.",
 )
+COUNTS = typer.Option(
+    "--counts",
+    metavar="FILE",
+    help="Counts of a corpus (torch-port vocab count): what the map covers of it.",
+)
 WITH_HEAD = typer.Option("--with-head", help="hf: write the K-row head too.")
 
 
@@ -87,6 +92,7 @@ def export_command(
 def show_command(
     path: Annotated[Path, typer.Argument(metavar="CKPT", help="A checkpoint, of any format.")],
     target: Annotated[Path | None, TARGET] = None,
+    counts: Annotated[Path | None, COUNTS] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what a checkpoint is: format, layout, sizes, map, heads, dtype, step, fingerprints.
@@ -101,9 +107,9 @@ def show_command(
 
     checkpoint = read_checkpoint(path, None if target is None else TargetDirectory(target))
     if as_json:
-        print(json.dumps(summary(checkpoint), indent=2, ensure_ascii=False))
+        print(json.dumps(summary(checkpoint, counts), indent=2, ensure_ascii=False))
     else:
-        print_summary(checkpoint, Console())
+        print_summary(checkpoint, Console(), counts)
 
 
 @contextmanager

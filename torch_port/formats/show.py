@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from rich.text import Text
 from torch import Tensor
 
 from torch_port.config_eagle3 import Eagle3Config
+from torch_port.errors import UserError
 from torch_port.formats.checkpoint import EMBEDDING, HEAD, MAP, Checkpoint, check_checkpoint_map
 from torch_port.formats.config_files import hf_config
 from torch_port.formats.weights import TensorRef, Weights, pieces
@@ -23,9 +25,30 @@ from torch_port.models.registry import find_algorithm
 _PIECE = 2**26
 
 
-def summary(checkpoint: Checkpoint) -> dict[str, Any]:
+def coverage(checkpoint: Checkpoint, counts_file: Path) -> str:
+    """Say what share of a corpus' supervised tokens the checkpoint's map keeps.
+
+    Arguments: `counts_file`, what `torch-port vocab count` wrote of the corpus.
+    Raises UserError for counts of another V.
+    """
+    from torch_port.vocabulary.counts import load_counts
+
+    counts = load_counts(counts_file).counts
+    V = checkpoint.config.vocab_size
+    if len(counts) != V:
+        raise UserError(
+            f"--counts {counts_file}: of {len(counts)} ids, but the draft has vocab_size {V}; "
+            "count with the target's --vocab-size"
+        )
+    kept = check_checkpoint_map(checkpoint.weights, checkpoint.config, checkpoint.format)
+    inside = counts.sum() if kept is None else counts[kept.numpy()].sum()
+    return f"{inside / max(counts.sum(), 1):.2%} of {counts.sum():,} supervised tokens"
+
+
+def summary(checkpoint: Checkpoint, counts_file: Path | None = None) -> dict[str, Any]:
     """Return what `show` prints, by name; values are JSON values.
 
+    With `counts_file`, the map's coverage of that corpus too.
     The fingerprint of the weights is the sha256 over name, dtype, shape and bytes of each tensor in
     the order of names: equal for equal drafts in any format. It reads all of them.
     """
@@ -58,6 +81,7 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any]:
         "output head": _borrowed_text(checkpoint.head, checkpoint.weights.get(HEAD)),
         "embedding": _borrowed_text(checkpoint.embedding, None),
         "map": _map_text(checkpoint),
+        **({} if counts_file is None else {"coverage": coverage(checkpoint, counts_file)}),
         "weights sha256": fingerprint(weights),
     }
     if checkpoint.verifier:
@@ -84,10 +108,12 @@ def fingerprint(weights: Weights) -> str:
     return digest.hexdigest()
 
 
-def print_summary(checkpoint: Checkpoint, console: Console) -> None:
+def print_summary(
+    checkpoint: Checkpoint, console: Console, counts_file: Path | None = None
+) -> None:
     """Print what the checkpoint is, and what reading it derived."""
     table = Table(show_header=False, box=None, pad_edge=False)
-    for name, value in summary(checkpoint).items():
+    for name, value in summary(checkpoint, counts_file).items():
         if type(value) is int and name in ("parameters", "vocab_size (V)", "draft_vocab_size (K)"):
             shown = f"{value:,}"
         else:
