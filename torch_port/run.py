@@ -9,50 +9,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from torch_port.compute import ComputeConfig
 from torch_port.config import Settings
 from torch_port.errors import UserError
 from torch_port.models.registry import ALGORITHMS, Algorithm, find_algorithm
 from torch_port.setting_errors import Problem, SettingsError, problems_of
+from torch_port.run_sections import (
+    CheckpointsSection,
+    DataSection,
+    DistributionSection,
+    DraftSection,
+    TargetSection,
+    TrainingSection,
+    VocabularySection,
+)
 from torch_port.settings_file import apply_overrides, read_settings, tuples, unknown_names
 from torch_port.training.optimizer_config import OptimizerConfig
 
-PathText = str  # kept as written, so that the resolved run shows what the file says
 Origin = Literal["file", "override", "default"]
-
-
-class DraftSection(Settings):
-    """`config`: the draft's config.json, or a directory that holds it."""
-
-    config: PathText = Field(min_length=1)
-
-
-class TargetSection(Settings):
-    """`path`: the target's directory (config, embedding, head, tokenizer)."""
-
-    path: PathText = Field(min_length=1)
-
-
-class DataSection(Settings):
-    """Where the captured features come from.
-
-    `path`: the feature directory. `producer`: "files" (made before this run), "inline" (this
-    process captures them) or "separate" (another process makes them while this one trains).
-    """
-
-    path: PathText = Field(min_length=1)
-    producer: Literal["files", "inline", "separate"] = "files"
-
-
-class VocabularySection(Settings):
-    """`map`: a vocabulary map's file; null means none. `pinned`: target ids to keep regardless."""
-
-    map: PathText | None = Field(default=None, min_length=1)
-    pinned: tuple[Annotated[int, Field(ge=0)], ...] = ()
 
 
 class RunConfig(Settings):
@@ -66,6 +44,9 @@ class RunConfig(Settings):
     objective: Settings
     compute: ComputeConfig
     optimizer: OptimizerConfig
+    training: TrainingSection
+    distribution: DistributionSection
+    checkpoints: CheckpointsSection
 
 
 @dataclass(frozen=True)
