@@ -17,7 +17,6 @@ from torch_port.compute import ComputeConfig
 from torch_port.config import Settings
 from torch_port.errors import UserError
 from torch_port.models.registry import ALGORITHMS, Algorithm, find_algorithm
-from torch_port.setting_errors import Problem, SettingsError, problems_of
 from torch_port.run_sections import (
     CheckpointsSection,
     DataSection,
@@ -27,6 +26,7 @@ from torch_port.run_sections import (
     TrainingSection,
     VocabularySection,
 )
+from torch_port.setting_errors import Problem, SettingsError, problems_of
 from torch_port.settings_file import apply_overrides, read_settings, tuples, unknown_names
 from torch_port.training.optimizer_config import OptimizerConfig
 
