@@ -7,3 +7,7 @@ class UserError(ValueError):
 
 class NotBuiltError(UserError):
     """A setting that is valid in the field's schema and not built in this version."""
+
+
+class NonFiniteError(UserError):
+    """A step whose loss or gradients are not finite; no weight was touched, so another may follow."""

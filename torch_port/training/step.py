@@ -12,7 +12,7 @@ from torch import nn
 
 from torch_port.config import Settings
 from torch_port.data.batch import Batch
-from torch_port.errors import UserError
+from torch_port.errors import NonFiniteError, UserError
 from torch_port.models.block_draft import FrozenTarget
 from torch_port.objective.families import family_of
 from torch_port.objective.loss import world_size
@@ -85,7 +85,7 @@ def training_step(
     only device sync.
 
     Raises UserError with §8's words when nothing was supervised or nothing is in the vocabulary,
-    and when the gradient norm is not finite; the weights are untouched then.
+    and NonFiniteError when the gradient norm is not finite; the weights are untouched then.
     """
     loss, den, ce_den, pairs = accumulate_gradients(draft, micro_batches, target, objective)
     norm = optimizer.gradient_norm()
@@ -97,7 +97,7 @@ def training_step(
         family_of(draft, objective).check(den_value, ce_den_value, objective)
         # The norm is of the reduced gradients: every rank sees the same one and none raises alone.
         if not math.isfinite(norm_value):
-            raise UserError(
+            raise NonFiniteError(
                 f"step {step}: loss {loss_value}, gradient norm {norm_value}; the weights were not "
                 "touched. Look for non-finite features, or lower peak_rate"
             )
