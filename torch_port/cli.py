@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from torch_port.data.commands import capture_command, data_app, features_app
+from torch_port.doctor.commands import doctor_command
 from torch_port.errors import UserError
 from torch_port.formats.commands import convert_command, export_command, show_command
 from torch_port.vocabulary.commands import vocab_app
@@ -32,6 +33,7 @@ app.command("capture")(capture_command)
 app.command("convert")(convert_command)
 app.command("export")(export_command)
 app.command("show")(show_command)
+app.command("doctor")(doctor_command)
 
 
 def _show_version(wanted: bool) -> None:

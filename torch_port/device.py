@@ -18,6 +18,7 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +27,8 @@ from torch import Tensor
 from torch_port import portable
 from torch_port.errors import UserError
 from torch_port.portable import Stats
+
+NPU_PACKAGE = "torch_npu"
 
 
 class AdamW(Protocol):
@@ -92,6 +95,37 @@ def device_named(name: str) -> torch.device:
         return torch.device(name)
     except RuntimeError as error:
         raise UserError(f"{name!r} names no device; expected cpu, cuda, npu or npu:0") from error
+
+
+@dataclass(frozen=True)
+class Card:
+    """One visible NPU: its name, and its memory in bytes."""
+
+    name: str
+    total: int
+    free: int
+
+
+def npu_version() -> str | None:
+    """Return the installed version of the `npu` extra's package, or None; imports nothing of it."""
+    try:
+        return version(NPU_PACKAGE)
+    except PackageNotFoundError:
+        return None
+
+
+def npu_cards() -> list[Card]:
+    """Return the visible NPUs, in the order of their indices. Raises UserError as `device_named`.
+
+    [torch_npu] its import adds `torch.npu`, with the functions of `torch.cuda`.
+    """
+    _torch_npu()
+    npu: Any = vars(torch)["npu"]
+    cards = []
+    for index in range(npu.device_count()):
+        free, total = npu.mem_get_info(index)
+        cards.append(Card(npu.get_device_name(index), total, free))
+    return cards
 
 
 @contextmanager
