@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     Yields:
         A binary stream. After an error in the block nothing is left behind.
     """
-    temporary = _temporary_name(path)
+    temporary = temporary_name(path)
     try:
         with open(temporary, "xb") as stream:
             yield stream
@@ -48,36 +49,66 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     if path.exists():
         raise FileExistsError(f"{path} exists already")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _temporary_name(path)
+    temporary = temporary_name(path)
     temporary.mkdir()
     try:
         yield temporary
-        _sync_tree(temporary)
-        try:
-            os.rename(temporary, path)
-        except OSError as error:
-            if path.exists():  # another process was faster; its directory stays
-                raise FileExistsError(f"{path} exists already") from error
-            raise
-        _sync(path.parent)
+        publish_directory(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _temporary_name(path: Path) -> Path:
-    """A fresh hidden name in the same directory, hence on the same file system."""
+def publish_directory(temporary: Path, path: Path) -> None:
+    """Give a filled temporary directory its name, once all that it holds is on the disk.
+
+    Raises:
+        FileExistsError: `path` exists already; the temporary directory stays as it is.
+    """
+    _sync_tree(temporary)
+    try:
+        os.rename(temporary, path)
+    except OSError as error:
+        if path.exists():  # another process was faster; its directory stays
+            raise FileExistsError(f"{path} exists already") from error
+        raise
+    sync(path.parent)
+
+
+def remove_directory(path: Path) -> None:
+    """Delete a directory that others may read: under its name it is there whole, or not at all.
+
+    Raises:
+        OSError: it cannot be renamed, or not all of it can be removed.
+    """
+    temporary = temporary_name(path)
+    os.rename(path, temporary)
+    shutil.rmtree(temporary)
+
+
+def temporary_name(path: Path) -> Path:
+    """Return a fresh hidden name in the same directory, hence on the same file system."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+
+
+def is_temporary(path: Path, name: str) -> bool:
+    """Tell whether a path is a temporary one of what is to be called `name` (a regular expression).
+
+    >>> is_temporary(Path("a/.step-5.0123456789abcdef0123456789abcdef.tmp"), "step-[0-9]+")
+    True
+    """
+    return re.fullmatch(rf"\.{name}\.[0-9a-f]{{32}}\.tmp", path.name) is not None
 
 
 def _sync_tree(root: Path) -> None:
     """Flush every file and directory below `root`: a rename must not overtake its contents."""
     for directory, _, names in os.walk(root):
         for name in names:
-            _sync(Path(directory, name))
-        _sync(Path(directory))
+            sync(Path(directory, name))
+        sync(Path(directory))
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Flush a file or a directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader, load
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torch_port.errors import UserError
 from torch_port.formats.checkpoint import (
@@ -29,7 +26,7 @@ from torch_port.formats.checkpoint import (
 )
 from torch_port.formats.config_files import hf_config, read_config
 from torch_port.formats.weights import (
-    DTYPE_NAMES,
+    DTYPES,
     TensorRef,
     Weights,
     header_digest,
@@ -139,12 +136,15 @@ def _check_training(directory: Path, training: Any) -> None:
 
 def _check_headers(directory: Path, recorded: Any) -> None:
     """Refuse tensor files that are not the ones, or whose headers are not those, of the writing."""
-    found = sorted(path.name for path in directory.glob("*.safetensors"))
-    if not isinstance(recorded, dict) or sorted(recorded) != found:
-        named = sorted(recorded) if isinstance(recorded, dict) else recorded
+    found = {path.name for path in directory.glob("*.safetensors")}
+    if not isinstance(recorded, dict):
+        raise UserError(f"{directory / RUN_FILE}: names no files; copy the checkpoint again")
+    absent, foreign = sorted(set(recorded) - found), sorted(found - set(recorded))
+    if absent or foreign:
+        what = f"{absent[0]} is missing" if absent else f"{foreign[0]} is of another checkpoint"
         raise UserError(
-            f"{directory}: {RUN_FILE} names the files {named}, found are {found}; copy the "
-            "checkpoint again"
+            f"{directory}: {what}; {RUN_FILE} names {len(recorded)} files, found are {len(found)}; "
+            "copy the checkpoint again"
         )
     for name, digest in recorded.items():
         if header_digest(directory / name) != digest:
@@ -181,74 +181,62 @@ def port_tensors(checkpoint: Checkpoint) -> Weights:
     return checkpoint.weights | present | checkpoint.optimizer
 
 
+Parts = list[tuple[tuple[int, ...], TensorRef]]  # where each begins in the whole tensor
+
+
 def read_storage(directory: Path) -> Weights:
     """Find the tensors of a torch.distributed.checkpoint in safetensors storage.
 
     A tensor that ranks saved in parts is put together when it is asked for; a whole one stays a
     view of its file. Raises UserError when a file is damaged or there is no tensor.
     """
-    weights: Weights = {}
-    in_parts: set[str] = set()
+    parts: dict[str, Parts] = {}
     for path in sorted(directory.glob("*.safetensors")):
         found, metadata = read_safetensors(path)
-        offsets = _offsets(path, metadata)
-        in_parts |= {name for name in found if name in weights or any(offsets.get(name, ()))}
-        weights |= found
-    if in_parts:
-        weights |= _joined(directory, in_parts)
-    if not weights:
+        begins = _begins(path, metadata)
+        for name, ref in found.items():
+            parts.setdefault(name, []).append((begins.get(name, (0,) * len(ref.shape)), ref))
+    if not parts:
         raise UserError(f"{directory}: holds no tensors; copy the checkpoint again")
-    return weights
+    return {name: _whole_tensor(directory, name, found) for name, found in parts.items()}
 
 
-def _offsets(path: Path, metadata: Mapping[str, str]) -> dict[str, list[int]]:
+def _begins(path: Path, metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
     """Where each tensor of a file starts in the whole one, by torch.distributed.checkpoint."""
     if _SHARDING not in metadata:
         return {}
     try:
         told = json.loads(metadata[_SHARDING])
-        return {name: [int(i) for i in entry["saved_offsets"]] for name, entry in told.items()}
+        return {name: tuple(map(int, entry["saved_offsets"])) for name, entry in told.items()}
     except (ValueError, TypeError, KeyError, AttributeError):
         raise UserError(f"{path}: its {_SHARDING} cannot be read; copy it again") from None
 
 
-def _joined(directory: Path, names: set[str]) -> Weights:
-    """Tensors that several files hold parts of."""
-    try:
-        metadata = HuggingFaceStorageReader(str(directory)).read_metadata()
-        stored = {name: metadata.state_dict_metadata[name] for name in sorted(names)}
-    except Exception as error:  # noqa: BLE001 (its own errors are of any class)
-        raise UserError(
-            f"{directory}: no torch.distributed.checkpoint can be read ({error}); copy it again"
-        ) from None
-    weights: Weights = {}
-    for name, entry in stored.items():
-        assert isinstance(entry, TensorStorageMetadata)  # safetensors holds nothing else
-        shape, dtype = tuple(entry.size), entry.properties.dtype
-        parts = sum(torch.Size(chunk.sizes).numel() for chunk in entry.chunks)
-        if parts != torch.Size(shape).numel():
-            raise UserError(f"{directory}: the parts of {name} leave a gap, or overlap")
-        load_whole = _loader(directory, name, dtype, shape)
-        weights[name] = TensorRef(DTYPE_NAMES[dtype], shape, load_whole, f"{directory}: {name}")
-    return weights
+def _whole_tensor(directory: Path, name: str, parts: Parts) -> TensorRef:
+    """One tensor of which files hold parts.
 
+    Not by the library's reader, which opens every file of the directory for every tensor.
+    """
+    begin, first = parts[0]
+    if len(parts) == 1 and not any(begin):
+        return first
+    if any(ref.dtype != first.dtype or len(at) != len(ref.shape) for at, ref in parts):
+        raise UserError(f"{directory}: the parts of {name} are no parts of one tensor")
+    ends = [[b + e for b, e in zip(at, ref.shape, strict=True)] for at, ref in parts]
+    shape = tuple(max(extents) for extents in zip(*ends, strict=True))
+    filled = [at for at, ref in parts if math.prod(ref.shape)]
+    held = sum(math.prod(ref.shape) for _, ref in parts)
+    misplaced = len(set(filled)) < len(filled) or any(b < 0 for at in filled for b in at)
+    if misplaced or held != math.prod(shape):
+        raise UserError(f"{directory}: the parts of {name} leave a gap, or overlap")
 
-def _loader(
-    directory: Path, name: str, dtype: torch.dtype, shape: tuple[int, ...]
-) -> Callable[[], Tensor]:
-    def whole() -> Tensor:
-        state = {name: torch.empty(shape, dtype=dtype)}
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # "assuming a single process": it is
-                load(state, storage_reader=HuggingFaceStorageReader(str(directory)), no_dist=True)
-        except Exception as error:  # noqa: BLE001 (its own errors are of any class)
-            raise UserError(
-                f"{directory}: {name} cannot be read ({error}); copy it again"
-            ) from None
-        return state[name]
+    def load() -> Tensor:
+        whole = torch.empty(shape, dtype=DTYPES[first.dtype])
+        for (at, ref), end in zip(parts, ends, strict=True):
+            whole[tuple(slice(b, e) for b, e in zip(at, end, strict=True))] = ref.load()
+        return whole
 
-    return whole
+    return TensorRef(first.dtype, shape, load, f"{directory}: {name}")
 
 
 def check_optimizer(
@@ -272,7 +260,10 @@ def check_optimizer(
         if name not in wanted and not (head and name.endswith(HEAD)):
             problems.append(f"{name}: no such state")
         elif name in wanted and ref.shape != wanted[name].shape:
-            problems.append(f"{name}: shape {list(ref.shape)}, not {list(wanted[name].shape)}")
+            problems.append(
+                f"{name}: shape {list(ref.shape)}, not {list(wanted[name].shape)}; state that is "
+                "not laid out like its parameter cannot be brought to other ranks"
+            )
         elif ref.dtype not in ("F32", "F64"):
             problems.append(f"{name}: dtype {ref.dtype}; moments and masters are float32")
     if training["updates"] == 0 and not any("exp_avg" in name for name in optimizer):
@@ -293,8 +284,14 @@ def _refuse_unknown(directory: Path, given: Any, known: set[str], complete: bool
 def memory_checkpoint(
     algorithm: str, config: Any, tensors: Mapping[str, Tensor], **rest: Any
 ) -> Checkpoint:
-    """Describe a draft that is in memory: `tensors` by the names of contracts §4."""
-    refs = {name: tensor_ref(tensor.detach().cpu(), name) for name, tensor in tensors.items()}
+    """Describe a draft that is in memory: `tensors` by the names of contracts §4.
+
+    Those on the meta device are described, and cannot be loaded.
+    """
+    refs = {
+        name: tensor_ref(tensor if tensor.is_meta else tensor.detach().cpu(), name)
+        for name, tensor in tensors.items()
+    }
     optimizer = {n: refs.pop(n) for n in list(refs) if n.startswith(_PREFIX)}
     own, head, embedding = split_weights(refs, algorithm, config, "the draft in memory")
     return Checkpoint(

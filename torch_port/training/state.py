@@ -1,6 +1,7 @@
 """A run's training state as tensors and a record, to a `port` checkpoint and back (contracts §3).
 
-One process; the tensors are whole. The record holds all that is no tensor.
+The record holds all that is no tensor. `save_training` and `load_training` are of one process,
+whose tensors are whole; `checkpoints` does the same for any number of ranks.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch_port.config import Settings
 from torch_port.data.atomic import atomic_directory
 from torch_port.errors import UserError
+from torch_port.formats.checkpoint import EMBEDDING, HEAD, Checkpoint
 from torch_port.formats.port import memory_checkpoint, read_port, write_record
+from torch_port.formats.weights import DTYPES, Weights
 from torch_port.models.block_draft import FrozenTarget
 from torch_port.models.registry import find_algorithm
 from torch_port.training.optimizer import MasterAdamW
@@ -32,6 +35,7 @@ class RunFacts:
 
     `target_config`: the target's parsed config.json. `num_anchors`: N of the run's draws, or None.
     `rng` and `data`: random states by rank, and the loader's position, as JSON values.
+    `fingerprint`: the target's, where it is known: it takes seconds of a large one.
     """
 
     algorithm: str
@@ -41,15 +45,23 @@ class RunFacts:
     num_anchors: int | None = None
     rng: dict[str, Any] | None = None
     data: dict[str, Any] | None = None
+    fingerprint: str | None = None
+
+    def with_fingerprint(self) -> RunFacts:
+        """Return these facts with the target's fingerprint computed, where it is not known."""
+        if self.fingerprint is not None:
+            return self
+        target = self.target
+        digest = target_fingerprint(target.embed_tokens, target.lm_head, self.target_config)
+        return replace(self, fingerprint=digest)
 
 
 def training_record(
     draft: Any, optimizer: MasterAdamW, step: int, facts: RunFacts
 ) -> dict[str, Any]:
     """Return run.json's `training` entry after `step` steps."""
-    fingerprint = target_fingerprint(
-        facts.target.embed_tokens, facts.target.lm_head, facts.target_config
-    )
+    fingerprint = facts.with_fingerprint().fingerprint
+    assert fingerprint is not None
     values = run_values(
         find_algorithm(facts.algorithm),
         draft.config,
@@ -120,6 +132,32 @@ def load_training(
     nothing is changed then.
     """
     checkpoint = read_port(directory)
+    saved = check_continues(directory, checkpoint, draft, optimizer, facts)
+    weights = {name: ref.load() for name, ref in draft_weights(checkpoint, draft).items()}
+    draft.load_state_dict(weights)
+    optimizer.restore(
+        {name: ref.load() for name, ref in checkpoint.optimizer.items()}, saved["updates"]
+    )
+    restore_guard(optimizer, saved)
+    return saved["step"], saved
+
+
+# Settings of the optimizer that may change on a resume: no number that is saved hangs on them.
+CHANGEABLE = {"spike_multiple"}
+
+
+def check_continues(
+    directory: Path,
+    checkpoint: Checkpoint,
+    draft: nn.Module,
+    optimizer: MasterAdamW,
+    facts: RunFacts,
+) -> dict[str, Any]:
+    """Return the `training` entry of a checkpoint that this run can continue; nothing is changed.
+
+    Raises UserError when the checkpoint holds no training state, another run's (contracts §3),
+    other optimizer settings than CHANGEABLE ones, or weights of another dtype.
+    """
     saved = checkpoint.training
     if saved is None:
         raise UserError(
@@ -127,28 +165,34 @@ def load_training(
         )
     current = training_record(draft, optimizer, saved["step"], facts)
     check_resume(saved["resume"], current["resume"])
-    if saved["optimizer"] != current["optimizer"]:
-        changed = {k for k, v in saved["optimizer"].items() if current["optimizer"].get(k) != v}
+    there, here = saved["optimizer"], current["optimizer"]
+    changed = sorted(k for k in there.keys() | here if there.get(k) != here.get(k))
+    refused = [name for name in changed if name not in CHANGEABLE]
+    if refused:
+        name = refused[0]
         raise UserError(
-            f"this run does not continue the checkpoint: optimizer.{sorted(changed)[0]} is "
-            f"{saved['optimizer'][sorted(changed)[0]]!r} there and "
-            f"{current['optimizer'].get(sorted(changed)[0])!r} here; set it back"
+            f"this run does not continue the checkpoint: optimizer.{name} is {there.get(name)!r} "
+            f"there and {here.get(name)!r} here; set it back"
         )
-    weights = {name: ref.load() for name, ref in checkpoint.weights.items()}
-    for name, ref in (("lm_head.weight", checkpoint.head), ("embed_tokens.weight", None)):
-        if ref is not None and name in draft.state_dict():
-            weights[name] = ref.load()
-    if checkpoint.embedding is not None and "embed_tokens.weight" in draft.state_dict():
-        weights["embed_tokens.weight"] = checkpoint.embedding.load()
-    dtypes = {n: (w.dtype, draft.state_dict()[n].dtype) for n, w in weights.items()}
-    wrong = [n for n, (there, here) in dtypes.items() if there != here]
-    if wrong:
-        there, here = dtypes[wrong[0]]
-        raise UserError(f"{wrong[0]} is {there} in the checkpoint and {here} in this run")
-    draft.load_state_dict(weights)
-    optimizer.restore(
-        {name: ref.load() for name, ref in checkpoint.optimizer.items()}, saved["updates"]
-    )
+    state = draft.state_dict()
+    for name, ref in draft_weights(checkpoint, draft).items():
+        if name not in state:
+            raise UserError(f"{directory}: holds {name}, which this draft does not have")
+        saved_dtype, dtype = DTYPES[ref.dtype], state[name].dtype
+        if saved_dtype != dtype:
+            raise UserError(f"{name} is {saved_dtype} in the checkpoint and {dtype} in this run")
+    return saved
+
+
+def draft_weights(checkpoint: Checkpoint, draft: nn.Module) -> Weights:
+    """Return the tensors of a checkpoint that a draft takes: its own, and a head or embedding."""
+    borrowed = {HEAD: checkpoint.head, EMBEDDING: checkpoint.embedding}
+    names = draft.state_dict().keys()
+    taken = {n: ref for n, ref in borrowed.items() if ref is not None and n in names}
+    return checkpoint.weights | taken
+
+
+def restore_guard(optimizer: MasterAdamW, saved: Mapping[str, Any]) -> None:
+    """Give the spike guard what it had seen."""
     guard = saved["guard"]
     optimizer.guard.log_sum, optimizer.guard.seen = guard["log_sum"], guard["seen"]
-    return saved["step"], saved
