@@ -10,4 +10,4 @@ class NotBuiltError(UserError):
 
 
 class NonFiniteError(UserError):
-    """A step whose loss or gradients are not finite; no weight was touched, so another may follow."""
+    """A step whose loss or gradients are not finite; the weights were not touched."""
