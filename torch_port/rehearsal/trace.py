@@ -16,6 +16,7 @@ from types import CodeType
 from typing import Any, Protocol
 
 import torch
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -126,6 +127,8 @@ class Trace(TorchDispatchMode):
     ) -> Any:
         """Run the operator between the observers."""
         kwargs = kwargs or {}
+        if args and type(args[0]) is torch.Tensor:  # a real one, as torch.tensor makes it
+            args = (_fake(args[0]), *args[1:])
         if func.namespace == "prim":  # .device, .layout: no work
             return func(*args, **kwargs)
         name = func.name() if "." in func.name() else f"{func.name()}.default"
@@ -171,6 +174,12 @@ def _on_one_device(call: OperatorCall) -> tuple[tuple[Any, ...], dict[str, Any]]
 
     args, kwargs = tree_map(moved, (call.args, call.kwargs))
     return args, kwargs
+
+
+def _fake(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a fake tensor without the values, which no virtual device could take."""
+    mode = detect_fake_mode()
+    return tensor if mode is None else mode.from_tensor(tensor)
 
 
 def _some_value(dtype: torch.dtype) -> bool | int | float:
