@@ -228,7 +228,7 @@ PORT: tuple[Mutant, ...] = (
         "§5",
         "h is the residual stream itself",
         "models/backbone",
-        "return self.norm(y_BQH).view(block_embedding_BNGH.shape)",
+        "return self.norm(y_BQH.view(block_embedding_BNGH.shape))",
         "return y_BQH.view(block_embedding_BNGH.shape) + 0 * self.norm.weight",
         ("losses",),
     ),

@@ -154,9 +154,9 @@ PORT_RUNS: tuple[Mutant, ...] = (
         "§11",
         "a bf16 draft's masters are rounded to bf16 after every update",
         "training/optimizer",
-        "                    parameter.copy_(master)\n",
-        "                    parameter.copy_(master)\n"
-        "                    master.copy_(parameter)\n",
+        "                    local(parameter).copy_(local(master), non_blocking=True)\n",
+        "                    local(parameter).copy_(local(master), non_blocking=True)\n"
+        "                    local(master).copy_(local(parameter))\n",
         ("training",),
         ("bf16 masters",),
     ),
@@ -320,10 +320,10 @@ PORT_RUNS: tuple[Mutant, ...] = (
         "§14",
         "each gradient is clipped by its own norm",
         "training/optimizer",
-        "(m, None if p.grad is None else p.grad.to(m.dtype) * factor) for p, m in self._pairs()",
-        "(m, None if p.grad is None else p.grad.to(m.dtype)\n"
-        "             * (self.config.max_grad_norm / p.grad.norm()).clamp(max=1.0))\n"
-        "            for p, m in self._pairs()",
+        "yield m, None if p.grad is None else local(p.grad).to(m.dtype) * factor",
+        "yield m, None if p.grad is None else local(p.grad).to(m.dtype) * (\n"
+        "                    self.config.max_grad_norm / p.grad.norm()\n"
+        "                ).clamp(max=1.0)",
         _TRAINING,
         _TRAINED,
     ),
@@ -362,10 +362,10 @@ PORT_RUNS: tuple[Mutant, ...] = (
         "§14",
         "the norm in question enters the mean that it is compared with",
         "training/guard",
-        "if self.seen and norm > self.multiple * math.exp(self.log_sum / self.seen):",
-        "if self.seen and norm > self.multiple * math.exp(\n"
+        "return norm > self.multiple * math.exp(self.log_sum / self.seen)",
+        "return norm > self.multiple * math.exp(\n"
         "            (self.log_sum + math.log(norm)) / (self.seen + 1)\n"
-        "        ):",
+        "        )",
         _TRAINING,
         ("dflash-pruned, spikes",),
     ),
@@ -393,9 +393,9 @@ PORT_RUNS: tuple[Mutant, ...] = (
         "gradients-summed-over-ranks",
         "§8",
         "rank gradients are summed, not averaged, while the loss is multiplied by W",
-        "training/step",
-        "                parameter.grad /= ranks\n",
-        "                parameter.grad /= 1\n",
+        "training/distribution",
+        "        flat /= ranks\n",
+        "        flat /= 1\n",
         ("training",),
         ("two ranks",),
     ),
@@ -404,8 +404,8 @@ PORT_RUNS: tuple[Mutant, ...] = (
         "§14",
         "a checkpoint holds the second moment under the first one's name",
         "training/optimizer",
-        'name: (state[master]["exp_avg"], state[master]["exp_avg_sq"])',
-        'name: (state[master]["exp_avg_sq"], state[master]["exp_avg"])',
+        'parts = state[shard]["exp_avg"], state[shard]["exp_avg_sq"]',
+        'parts = state[shard]["exp_avg_sq"], state[shard]["exp_avg"]',
         ("training", "checkpoints"),
         _TRAINED,
     ),

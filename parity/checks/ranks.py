@@ -34,8 +34,10 @@ def compare_ranks(seed: int) -> list[Measured]:
         case = draw_recipe(BY_NAME[name].recipe, 1000 * seed + 3)
         one, two = _step(case, 1), _step(case, 2)
         assert not one.pop("collectives")
-        parameters = len(one) - 2  # all have a gradient; loss and norm are no parameters
-        beside = len(two.pop("collectives")) - parameters
+        # The gradients travel in one bucket, as long as all of them together.
+        lengths = two.pop("collectives")
+        gradients = sum(x.size for name, x in one.items() if name.startswith("trained"))
+        beside = len(lengths) - lengths.count(gradients)
         stage = f"{name}: {beside} collectives beside the gradients', not {expected}"
         measured.append(Measured(NAME, stage, 0.0 if beside == expected else float("inf"), EXACT))
         for what, value in one.items():

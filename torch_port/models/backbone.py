@@ -190,7 +190,8 @@ class Backbone(nn.Module):
         y_BQH = block_embedding_BNGH.flatten(1, 2)
         for layer in self.layers:
             y_BQH = layer(y_BQH, context_BSH, geometry, self.compute.recompute)
-        return self.norm(y_BQH).view(block_embedding_BNGH.shape)
+        # Not a view of the norm's result: FSDP2 hangs a hook on what a module returns.
+        return self.norm(y_BQH.view(block_embedding_BNGH.shape))
 
     def _geometry(
         self,

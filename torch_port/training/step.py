@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from torch_port.config import Settings
@@ -17,6 +16,7 @@ from torch_port.models.block_draft import FrozenTarget
 from torch_port.objective.families import family_of
 from torch_port.objective.loss import world_size
 from torch_port.objective.metrics import Pair, add_pairs
+from torch_port.training.distribution import average_gradients
 from torch_port.training.optimizer import MasterAdamW, rate_at
 
 
@@ -30,6 +30,7 @@ class StepReport:
     rate: float
     metrics: dict[str, Pair]
     taken: bool = True  # False: the gradient norm was a spike, and the weights stayed
+    spike: bool = False  # the guard said so, whether the step was taken or not
 
 
 def accumulate_gradients(
@@ -60,11 +61,7 @@ def accumulate_gradients(
         torch.autograd.backward(loss)
         loss_sum = loss_sum + loss.detach()
         pairs = add_pairs(pairs, outcome.metrics)
-    if ranks > 1:
-        for parameter in draft.parameters():
-            if parameter.grad is not None:
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= ranks
+    average_gradients(draft)
     return loss_sum, denominators.den, denominators.ce_den, pairs
 
 
@@ -78,8 +75,8 @@ def training_step(
 ) -> StepReport:
     """Take optimizer step `step` (from 1): reduce, check finite, spike guard, clip, update, cast.
 
-    A step whose norm is a spike is skipped: no weight and no moment moves, and the schedule goes
-    on; the report says so.
+    A step whose norm is a spike is skipped, unless the guard only observes: no weight and no moment
+    moves, and the schedule goes on; the report says so.
 
     The four numbers of the host checks cross in one transfer, after backward; it is the step's
     only device sync.
@@ -105,9 +102,9 @@ def training_step(
         optimizer.release_gradients()
         raise
     rate = rate_at(step, optimizer.config)
-    taken = optimizer.guard.admits(norm_value)
+    spike, taken = optimizer.guard.is_spike(norm_value), optimizer.guard.admits(norm_value)
     if taken:
         optimizer.apply(rate, norm)
     else:
         optimizer.release_gradients()
-    return StepReport(step, loss_value, norm_value, rate, pairs, taken)
+    return StepReport(step, loss_value, norm_value, rate, pairs, taken, spike)
