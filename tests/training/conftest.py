@@ -1,0 +1,7 @@
+"""Make this directory's helpers importable under one name each, and the port's toys."""
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "port")]
