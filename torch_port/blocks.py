@@ -8,6 +8,7 @@ the host (`torch_port/anchors.py`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -117,6 +118,19 @@ def slot_weights(
     weights = evaluated_BNG.to(dtype)
     if decay is None:
         return weights
-    later = np.maximum(np.arange(evaluated_BNG.shape[-1]) - first_slot, 0)
-    slots = np.exp(-later / decay)
-    return weights * torch.tensor(slots.tolist(), dtype=dtype, device=weights.device)
+    G = evaluated_BNG.shape[-1]
+    return weights * decay_weights(G, first_slot, decay, dtype, weights.device)
+
+
+@lru_cache(maxsize=16)
+def decay_weights(
+    block_size: int, first_slot: int, decay: float, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return exp(−max(k − first, 0)/decay) of every slot, [G].
+
+    Kept beyond the call: a copy from the host makes the device wait, in every step.
+    """
+    with torch.inference_mode(False):  # training may need them next
+        later = np.maximum(np.arange(block_size) - first_slot, 0)
+        slots = np.exp(-later / decay)
+        return torch.tensor(slots.tolist(), dtype=dtype, device=device)

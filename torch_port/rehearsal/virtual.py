@@ -17,6 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from torch_port.blocks import decay_weights
 from torch_port.errors import UserError
 from torch_port.models.attention import rotary_tables
 from torch_port.rehearsal.kernels import stand_in_torch_npu
@@ -36,6 +37,7 @@ def virtual_device(kind: str) -> Iterator[torch.device]:
         if kind == "npu":
             stack.enter_context(_npu_backend())
         stack.enter_context(_fresh_caches())
+        stack.enter_context(_constants_from_the_host())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield torch.device("npu:0" if kind == "npu" else "cpu")
@@ -44,11 +46,25 @@ def virtual_device(kind: str) -> Iterator[torch.device]:
 @contextmanager
 def _fresh_caches() -> Iterator[None]:
     """Empty what keeps tensors beyond a call: fake ones must not meet those of another mode."""
-    rotary_tables.cache_clear()
+    caches = (rotary_tables, decay_weights)
+    for cache in caches:
+        cache.cache_clear()
     try:
         yield
     finally:
-        rotary_tables.cache_clear()
+        for cache in caches:
+            cache.cache_clear()
+
+
+@contextmanager
+def _constants_from_the_host() -> Iterator[None]:
+    """Let `torch.tensor(values, device=…)` copy to the device by an operator that is seen."""
+    before = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)
+    try:
+        yield
+    finally:
+        torch._C._set_only_lift_cpu_tensors(before)
 
 
 class _Stream:
