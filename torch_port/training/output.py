@@ -102,7 +102,7 @@ class TrainingLog:
             return
         first = self._done == self._start
         self._done, self._last = report.step, report
-        if getattr(report, "spike", not report.taken):
+        if report.spike:
             self._spike(report)
         if first:
             text = first_step_memory(self._memory, self.ranks.device)
@@ -133,14 +133,13 @@ class TrainingLog:
     def record(self, step: int, values: Values) -> None:
         """Write a log record: what the steps since the last one add up to over all ranks.
 
-        Arguments: the step; what `MetricWindow.reduce` returns, or ratios of `reduce_pairs`.
+        Arguments: the step; what `MetricWindow.reduce` returns (nothing, where no step was finite).
         """
         if not self._writes:
             return
         memory, _ = peak_memory(self.ranks.device)
         numbers = dict(values)
         if self._last is not None:
-            numbers.setdefault("loss", self._last.loss)
             numbers |= {"rate": self._last.rate, "gradient_norm": self._last.gradient_norm}
         flags = {"skipped": self._skipped, "spikes": self._spikes, "memory_peak_bytes": memory}
         self._skipped = self._spikes = 0
@@ -179,6 +178,13 @@ class TrainingLog:
                 self._try(name, file.sync)
             elif file is not None:
                 self._try(name, file.flush)
+
+    def stopped(self, step: int) -> None:
+        """Say that the run was asked to stop, and did after `step`."""
+        if not self._writes:
+            return
+        self._write("stopped", step, {})
+        self._print(f"step {step}: stopped; start the run again to go on from here")
 
     def warn(self, text: str) -> None:
         """Print a warning, and write it down with the step it came at."""
