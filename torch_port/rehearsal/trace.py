@@ -20,6 +20,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorDeviceMismatchError,
     UnsupportedOperatorException,
 )
@@ -27,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_port.errors import UserError
+from torch_port.rehearsal.shortcuts import Shortcuts
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 PACKAGE = os.path.dirname(HERE)
@@ -95,7 +97,13 @@ class Trace(TorchDispatchMode):
         self.observers = list(observers)
         self.phase = ""
         self._lines = _Lines()
+        self._shortcuts = Shortcuts()
         self._forward: dict[int, str] = {}  # line of each autograd node, by its sequence number
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and skipping it costs as much as some operators."""
+        return False
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -126,6 +134,8 @@ class Trace(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run the operator between the observers."""
+        if func is torch.ops.prim.device.default:  # asked for at every node of a backward pass
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         kwargs = kwargs or {}
         if args and type(args[0]) is torch.Tensor:  # a real one, as torch.tensor makes it
             args = (_fake(args[0]), *args[1:])
@@ -147,7 +157,7 @@ class Trace(TorchDispatchMode):
         if call.name == "aten::_local_scalar_dense.default":
             return _some_value(call.args[0].dtype)
         try:
-            return call.func(*call.args, **call.kwargs)
+            return self._shortcuts.run(call.func, call.args, call.kwargs)
         except FakeTensorDeviceMismatchError:
             args, kwargs = _on_one_device(call)
             return call.func(*args, **kwargs)
