@@ -92,7 +92,7 @@ def training_tensors(draft: nn.Module, optimizer: MasterAdamW) -> dict[str, Tens
     for name, parameter, master in zip(
         optimizer.names, optimizer.parameters, optimizer.masters, strict=True
     ):
-        if parameter is not master:
+        if parameter.dtype != master.dtype:  # else the parameter says it all, offloaded or not
             tensors[f"optimizer.masters.{name}"] = master
     for name, (first, second) in optimizer.moments().items():
         tensors[f"optimizer.exp_avg.{name}"] = first
