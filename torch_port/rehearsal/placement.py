@@ -79,13 +79,15 @@ class Placement:
         if finding.kind == "sync" and not finding.wrong:
             return replace(finding, count=len(steps))
         if finding.kind in _ONCE and len(self._steps) > 1 and set(steps) == {"step 1"}:
-            text = f"{finding.text.split(';')[0]}; in the first step alone"
+            text = f"{finding.text.split(';')[0]}; first step alone"
             return replace(finding, text=text, wrong=False)
         return finding
 
     def _sync(self, call: OperatorCall, reason: str) -> None:
         if call.where in documented_syncs():
-            text = "the one sync of a step: its host checks' numbers, together, after backward"
+            text = (
+                "the one sync of a step, after backward: the numbers of its host checks; documented"
+            )
             self._findings.add("sync", call, text, wrong=False)
             return
         self._findings.add(
