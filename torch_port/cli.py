@@ -16,6 +16,7 @@ from torch_port.data.commands import capture_command, data_app, features_app
 from torch_port.doctor.commands import doctor_command
 from torch_port.errors import UserError
 from torch_port.formats.commands import convert_command, export_command, show_command
+from torch_port.training.commands import soak_command, train_command
 from torch_port.vocabulary.commands import vocab_app
 
 app = typer.Typer(
@@ -30,6 +31,8 @@ app.add_typer(vocab_app, name="vocab")
 app.add_typer(data_app, name="data")
 app.add_typer(features_app, name="features")
 app.command("capture")(capture_command)
+app.command("train")(train_command)
+app.command("soak")(soak_command)
 app.command("convert")(convert_command)
 app.command("export")(export_command)
 app.command("show")(show_command)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,6 +49,7 @@ class FeatureLoader:
         steps_per_epoch: optimizer steps of an epoch; each has `split.accumulation` batches.
         samples: the rows of the features that are trained on; `untrainable` were left out.
         epoch, step, micro: where the next batch is: epoch, optimizer step in it, batch in that.
+        tokens: those of the last batch that was handed out, padding left out.
     """
 
     def __init__(
@@ -88,14 +90,16 @@ class FeatureLoader:
         assert features.lengths is not None
         self._lengths = [features.lengths[i] for i in self.samples]
         self.steps_per_epoch = steps_per_epoch(len(self.samples), split)
-        self.epoch = self.step = self.micro = 0
+        self.epoch = self.step = self.micro = self.tokens = 0
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield batches without end, from the position on."""
-        plans = self._plans(self.epoch, self.step, self.micro)
+        ahead: deque[int] = deque()  # tokens of the batches that are read ahead
+        plans = self._plans(self.epoch, self.step, self.micro, ahead)
         for batch in self._read(plans):
             # Before the batch is handed out: a state saved while it is used is the next one's.
             self._advance()
+            self.tokens = ahead.popleft()
             yield batch
 
     def state(self) -> dict[str, Any]:
@@ -155,11 +159,12 @@ class FeatureLoader:
         if self.step == self.steps_per_epoch:
             self.step, self.epoch = 0, self.epoch + 1
 
-    def _plans(self, epoch: int, step: int, micro: int) -> Iterator[_Plan]:
+    def _plans(self, epoch: int, step: int, micro: int, ahead: deque[int]) -> Iterator[_Plan]:
         while True:
             order = epoch_order(self._lengths, self.split, self.seed, epoch)
             flat = order.reshape(-1, self.split.batch_size)
             for places in flat[step * self.split.accumulation + micro :]:
+                ahead.append(sum(self._lengths[place] for place in places))
                 yield _Plan(epoch, tuple(self.samples[place] for place in places))
             epoch, step, micro = epoch + 1, 0, 0
 
