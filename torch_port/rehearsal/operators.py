@@ -39,6 +39,12 @@ _VALUE_DEPENDENT = {
     "aten::unique_dim": "its length is the number of distinct values",
     "aten::unique_consecutive": "its length is the number of distinct values",
 }
+# These share a dispatch key with torch's structured operators, but are made of others; so are all
+# whose names end in _copy or _scatter.
+_WRITTEN_OUT = {
+    *("as_strided_", "bernoulli", "copy", "diag_embed", "linalg_pinv", "new_empty_strided"),
+    *("pixel_shuffle", "pixel_unshuffle", "select_backward", "_trilinear"),
+}
 _INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 _SCATTERS = ("scatter_add", "scatter_reduce", "index_put", "_index_put_impl", "index_add")
 
@@ -74,8 +80,11 @@ def classify(name: str) -> Kind:
         return "native"
     # An in-place form shares its .out with the functional one.
     relative = operator.split(".")[0].removesuffix("_") in _listed_names() and namespace == "aten"
-    if _has_kernel(name, "CompositeExplicitAutogradNonFunctional"):  # torch calls its .out
-        return "by .out overload" if relative else "CPU fallback"
+    if _has_kernel(name, "CompositeExplicitAutogradNonFunctional"):
+        base = operator.split(".")[0]
+        if base.endswith(("_copy", "_scatter")) or base in _WRITTEN_OUT:
+            return "decomposed"
+        return "by .out overload" if relative else "CPU fallback"  # a structured one: its .out
     keys = ("CompositeImplicitAutograd", "CompositeExplicitAutograd")
     if any(_has_kernel(name, key) for key in keys):
         return "decomposed"
