@@ -193,10 +193,7 @@ SLIDING = {"layer_types": ["sliding_attention"], "sliding_window": 6}
     [
         ({}, {"draft_vocab_size": K, "markov_head_type": "gated"}),
         ({"objective": "plain", "attention": "dense", "recompute": "layer"}, {}),
-        (
-            {},
-            {"markov_head_type": "rnn", "layer_types": ["sliding_attention"], "sliding_window": 6},
-        ),
+        ({}, SLIDING | {"markov_head_type": "rnn"}),
     ],
     ids=["pruned", "plain", "sliding rnn"],
 )
