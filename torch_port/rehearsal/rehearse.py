@@ -29,6 +29,7 @@ from torch_port.rehearsal.virtual import virtual_device
 from torch_port.run import RunConfig
 from torch_port.training.optimizer import MasterAdamW
 from torch_port.training.step import training_step
+from torch_port.vocabulary.mapping import DraftVocabMappingMixin
 
 MARGIN = 0.08  # of a card's memory that is left to kernels' workspace and to fragmentation
 STEPS = 2
@@ -81,7 +82,7 @@ def rehearse(
     with virtual_device(device) as place:
         memory = Memory(place)
         trace = Trace([*observers, memory, counter])
-        with trace, _chunked(objective_chunk):
+        with trace, _any_map(), _chunked(objective_chunk):
             with trace.during("set-up"):
                 parts = _build(run, config, place)
                 parts.label(memory)
@@ -166,7 +167,9 @@ def _build(run: RunConfig, config: Any, place: torch.device) -> _Parts:
         target = FrozenTarget(
             *(torch.empty(config.vocab_size, config.hidden_size) for _ in range(2))
         )
-        _install_map(draft, config)
+        if draft.prunes_vocabulary:
+            pruned = config.vocab_size - config.draft_vocab_size
+            draft._vocabulary().pruned_P = torch.zeros(pruned, dtype=torch.int64)
     optimizer = MasterAdamW(draft.named_parameters(), run.optimizer)
     return _Parts(draft, target, optimizer, place, dtype)
 
@@ -182,13 +185,15 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _install_map(draft: Any, config: Any) -> None:
-    """Give a draft the sizes of a vocabulary map: which ids it keeps changes no shape."""
-    if not draft.prunes_vocabulary:
-        return
-    K, V = config.draft_vocab_size, config.vocab_size
-    draft._read_kept_ids = partial(torch.zeros, K, dtype=torch.int64, device="cpu")
-    draft._vocabulary().pruned_P = torch.zeros(V - K, dtype=torch.int64)
+@contextmanager
+def _any_map() -> Iterator[None]:
+    """Let every draft have a vocabulary map: which ids it keeps changes no shape."""
+
+    def kept(draft: Any) -> torch.Tensor:
+        return torch.zeros(draft.draft_vocab_size, dtype=torch.int64, device="cpu")
+
+    with mock.patch.object(DraftVocabMappingMixin, "_read_kept_ids", kept):
+        yield
 
 
 def _host_batches(run: RunConfig, config: Any) -> list[Batch]:

@@ -8,7 +8,7 @@ FakeTensorMode gave for the same shapes before. A test holds both ways equal.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -33,7 +33,7 @@ _VIEWS = {  # operators whose meta kernel is compiled
 _Way = Literal["write", "out", "view", "function", "other"]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _way(func: Any) -> _Way:
     if func in _VIEWS:
         return "view"
@@ -138,7 +138,7 @@ def _again(recipe: tuple[Any, ...]) -> Any:
 def _make(
     mode: Any, device: torch.device, shape: Any, stride: Any, dtype: torch.dtype
 ) -> FakeTensor:
-    with in_kernel_invocation_manager(mode):
+    with torch._C._DisableTorchDispatch():
         plain = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     return FakeTensor(mode, plain, device)
 
