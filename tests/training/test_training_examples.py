@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
+import torch
+import yaml
 
-from torch_port.models.registry import find_algorithm, read_draft_config
+from torch_port.models.registry import ALGORITHMS, find_algorithm, read_draft_config
 from torch_port.planning import plan, read_facts
-from torch_port.run import RunConfig, load_run
+from torch_port.run import RunConfig, load_run, section_classes
+from torch_port.vocabulary.files import load_map
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RUNS = sorted(
@@ -111,3 +116,52 @@ def test_the_8b_run_is_for_eight_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (32, 8, 128)
     assert (config.num_target_layers, len(config.target_layer_ids)) == (36, 5)
     assert run.data.batch_size * run.data.accumulation * 8 == 64
+
+
+def known_settings() -> set[str]:
+    """Every setting of every algorithm's run file, by its dotted name."""
+    names = {"algorithm"}
+    for algorithm in ALGORITHMS.values():
+        for section, kind in section_classes(algorithm).items():
+            names |= {section, *(f"{section}.{field}" for field in kind.model_fields)}
+    return names
+
+
+def test_the_migration_tables_name_settings_that_are_there() -> None:
+    """Fault: a setting renamed here, and the docs send people to the old name."""
+    text = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.+?) \| (.+?) \|", text, flags=re.MULTILINE)
+    named = {name for _, ours in rows for name in re.findall(r"`([a-z_.]+)`", ours)}
+    assert len(named) > 30
+    assert named <= known_settings()
+    dotted = set(re.findall(r"`((?:data|optimizer|training|checkpoints|objective)\.\w+)`", text))
+    theirs = {name for their, _ in rows for name in re.findall(r"`([\w.]+)`", their)}
+    assert dotted <= known_settings() | theirs
+
+
+def test_the_migration_example_is_a_run_file(tmp_path: Path) -> None:
+    """Fault: an example that is refused."""
+    text = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+    shown = text[text.index("    train:  ") :].split("\n\n## ")[0]
+    ours = "\n".join(line[42 + 4 :] for line in shown.splitlines())
+    path = tmp_path / "run.yaml"
+    path.write_text(ours)
+    assert yaml.safe_load(ours)["draft"] == {"config": "draft"}
+    run = load_run(path).config
+    objective = run.objective.model_dump()
+    assert (objective["ce_alpha"], objective["l1_alpha"]) == (0.1, 0.9)
+    assert objective["loss_decay_gamma"] == 4.0
+    assert (run.optimizer.peak_rate, run.training.out) == (6e-4, "runs/draft")
+
+
+def test_a_map_of_two_arrays_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: the snippet's file is none that the port reads, or another map: 0, 3, 5 of 8 ids."""
+    monkeypatch.chdir(tmp_path)
+    numpy.save("d2t-64000.npy", numpy.array([0, 2, 3], dtype=numpy.int64))
+    numpy.save("t2d-64000.npy", numpy.array([True, False, False, True, False, True, False, False]))
+    text = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+    snippet = text[text.index("    import numpy, torch") : text.index("    vocabulary:\n")]
+    exec("\n".join(line[4:] for line in snippet.splitlines()), {})
+    t2d, d2t, _ = load_map(Path("map-64000.pt"))
+    assert (torch.arange(3) + d2t).tolist() == [0, 3, 5]
+    assert t2d.nonzero().squeeze(1).tolist() == [0, 3, 5]
