@@ -78,9 +78,9 @@ class CheckpointManager:
     A checkpoint is complete or not there: ranks write into a temporary directory, rank 0 writes
     run.json when all have finished, and gives it its name. Who is killed meanwhile leaves a
     temporary directory, which the next save removes. Asynchronous saves are written by a thread
-    from copies on the host; one at most is under way, and `ranks.checkpoint_group` is its own until
-    `wait` returns. A save that failed is told by the next `save` or `wait`, on all ranks, and
-    touches nothing that was saved before.
+    from copies on the host, one at most at a time; the ranks' threads talk over a gloo group of
+    their own, as two threads in one group take each other's messages. A save that failed is told by
+    the next `save` or `wait`, on all ranks, and touches nothing that was saved before.
 
     As a context manager it waits at the end, whatever ends the block but an interrupt.
     """
@@ -89,8 +89,7 @@ class CheckpointManager:
         """Arguments: where checkpoints lie; how they are kept; the ranks, with a gloo group."""
         self.directory, self.section, self.ranks = directory, section, ranks
         self._group = ranks.checkpoint_group
-        if ranks.world_size > 1 and self._group is None:
-            raise ValueError("several ranks need a checkpoint_group")
+        self._writers = None if self._group is None else dist.new_group(backend="gloo")
         self._copies = HostCopies()
         self._thread: Thread | None = None
         self._failed: UserError | None = None
@@ -146,7 +145,7 @@ class CheckpointManager:
         that is not.
         """
         self.wait()
-        return self._on_rank_0(lambda: newest_complete(self.directory))
+        return self._on_rank_0(lambda: newest_complete(self.directory), self._group)
 
     def load(
         self, directory: Path, draft: Any, optimizer: MasterAdamW, facts: RunFacts
@@ -226,23 +225,24 @@ class CheckpointManager:
             self._failed = self._explained(captured.step, error)
 
     def _write(self, captured: _Captured) -> None:
-        rng = self._gathered(captured.rng)
-        place = self._on_rank_0(lambda: self._begin(captured.step), captured.step)
+        step, group = captured.step, self._writers
+        rng = _gathered(captured.rng, group)
+        place = self._on_rank_0(lambda: self._begin(step), group, step)
         try:
-            with in_agreement(self._group):
+            with in_agreement(group):
                 if not place.is_dir():
                     raise UserError(
                         f"{self.directory}: rank {self.ranks.rank} does not see what rank 0 wrote "
                         "there; checkpoints must lie on storage that all hosts share"
                     )
-            write_shards(place, captured.tensors, self._group)
-            self._on_rank_0(lambda: self._complete(place, captured, rng), captured.step)
-            self.completed = captured.step
+            write_shards(place, captured.tensors, group)
+            self._on_rank_0(lambda: self._complete(place, captured, rng), group, step)
+            self.completed = step
         except (Exception, CheckpointException):
             if self.ranks.rank == 0:
                 shutil.rmtree(place, ignore_errors=True)
             raise
-        self._on_rank_0(lambda: self._prune(captured.step), captured.step)
+        self._on_rank_0(lambda: self._prune(step), group, step)
 
     def _begin(self, step: int) -> Path:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -269,13 +269,9 @@ class CheckpointManager:
         found = saved_steps(self.directory)
         remove(superfluous(found, self.section.keep_last, self.section.keep_best, step))
 
-    def _gathered(self, rng: dict[str, str]) -> dict[str, Any]:
-        states = [rng] * self.ranks.world_size
-        if self._group is not None:
-            dist.all_gather_object(states, rng, group=self._group)
-        return {str(rank): state for rank, state in enumerate(states)}
-
-    def _on_rank_0(self, work: Callable[[], T], step: int | None = None) -> T:
+    def _on_rank_0(
+        self, work: Callable[[], T], group: dist.ProcessGroup | None, step: int | None = None
+    ) -> T:
         """Return on all ranks what rank 0 found, or raise its error on all of them."""
         told: list[Any] = [None, None]
         if self.ranks.rank == 0:
@@ -283,8 +279,8 @@ class CheckpointManager:
                 told[0] = work()
             except Exception as error:  # noqa: BLE001 (the other ranks wait for an answer)
                 told[1] = str(self._explained(step, error))
-        if self._group is not None:
-            dist.broadcast_object_list(told, group_src=0, group=self._group)
+        if group is not None:
+            dist.broadcast_object_list(told, group_src=0, group=group)
         if told[1] is not None:
             raise UserError(told[1])
         result: T = told[0]
@@ -309,6 +305,14 @@ class CheckpointManager:
         )
         explained.__cause__ = error
         return explained
+
+
+def _gathered(rng: dict[str, str], group: dist.ProcessGroup | None) -> dict[str, Any]:
+    states = [rng]
+    if group is not None:
+        states = [{}] * dist.get_world_size(group)
+        dist.all_gather_object(states, rng, group=group)
+    return {str(rank): state for rank, state in enumerate(states)}
 
 
 def check_layout(optimizer: MasterAdamW) -> None:

@@ -1,0 +1,93 @@
+"""SIGTERM and SIGINT: a request to stop, and all ranks stop after the same step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from checkpoint_toys import SINGLE, ToyRun, ranks_of, run_ranks, start
+
+from torch_port.training.signals import stop_signals
+
+
+def test_one_process(tmp_path: Path) -> None:
+    """Faults: a process that dies of SIGTERM; handlers that stay after the run; a second SIGTERM,
+    of torchrun's, taken for an order; a second SIGINT that is not."""
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with stop_signals() as stop:
+        assert not stop.requested(SINGLE)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested(SINGLE)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.received == signal.SIGTERM
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert stop.requested(SINGLE)
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    with pytest.raises(ZeroDivisionError), stop_signals():
+        raise ZeroDivisionError
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def three_ranks(rank: int, world_size: int, place: Path) -> None:
+    """Rank 1 alone is signalled after step 4; meanwhile every step is saved in a thread."""
+    with ranks_of(place / "meeting", rank, world_size, "ddp") as ranks, stop_signals() as stop:
+        run = ToyRun(place / "run", ranks, keep_last=2)
+        while True:
+            run.train(run.step + 1)
+            if (rank, run.step) == (1, 4):
+                os.kill(os.getpid(), signal.SIGTERM)
+            if stop.requested(ranks):
+                break
+            run.save(wait=False)
+            time.sleep(0.01 * rank)  # no two ranks come to it at the same time
+        run.save()
+        stopped = [0] * world_size
+        dist.all_gather_object(stopped, run.step)
+        assert stopped == [5] * world_size
+        assert stop.requested(ranks)
+
+
+def test_all_ranks_stop_after_the_same_step(tmp_path: Path) -> None:
+    """Faults: a rank that stops alone, and the others wait for it; the agreement and a checkpoint's
+    thread mixed up in one group."""
+    run_ranks(three_ranks, 3, tmp_path)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "step-00000004",
+        "step-00000005",
+    ]
+
+
+def until_stopped(place: Path) -> None:
+    with stop_signals() as stop:
+        run = ToyRun(place, keep_last=9)
+        (place / "ready").touch()
+        with run.checkpoints:
+            while not stop.requested(SINGLE):
+                run.train(run.step + 1)
+                run.save(wait=False)
+                if run.step == 2:
+                    os.kill(os.getpid(), signal.SIGTERM)  # while a save is under way
+                    run.train(3)
+            run.save()
+
+
+def test_a_signal_during_a_save(tmp_path: Path) -> None:
+    """Faults: the save under way cut short; the current step not saved; a status other than 0."""
+    process = start(until_stopped, tmp_path)
+    process.join(60)
+    assert process.exitcode == 0
+    (tmp_path / "ready").unlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-00000001",
+        "step-00000002",
+        "step-00000003",
+    ]
+    run = ToyRun(tmp_path)
+    run.resume()
+    assert run.step == 3
