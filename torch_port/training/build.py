@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_port.data.target_model import fingerprint
 from torch_port.errors import UserError
 from torch_port.formats.checkpoint import Checkpoint
 from torch_port.formats.convert import read_checkpoint
@@ -18,6 +17,7 @@ from torch_port.formats.target import TargetDirectory
 from torch_port.models.block_draft import FrozenTarget
 from torch_port.models.registry import Algorithm, find_algorithm, read_draft_config
 from torch_port.run import RunConfig
+from torch_port.training.resume import target_fingerprint
 from torch_port.vocabulary.broadcast import broadcast_vocab_mapping
 from torch_port.vocabulary.files import load_map
 
@@ -62,7 +62,8 @@ def load_target(run: RunConfig, config: Any, device: torch.device) -> LoadedTarg
         embed_tokens=embedding.to(device, dtype, copy=True),
         lm_head=head.to(device, dtype, copy=True),
     )
-    return LoadedTarget(tensors, directory.config, fingerprint(directory.path))
+    fingerprint = target_fingerprint(embedding, head, directory.config)
+    return LoadedTarget(tensors, directory.config, fingerprint)
 
 
 def make_draft(run: RunConfig, config: Any, target: FrozenTarget, device: torch.device) -> Any:
