@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -43,7 +45,7 @@ POINTS = 400  # of the timeline
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One storage: its bytes as allocated, and the operator that made it."""
+    """One storage: its bytes as allocated now, and the operator that made it."""
 
     bytes: int
     on_device: bool
@@ -130,9 +132,8 @@ class Memory:
         key = storage._cdata
         if key in self._live or storage.nbytes() == 0:
             return
-        size = -(-storage.nbytes() // self._round) * self._round
         block = Block(
-            size,
+            self._rounded(storage.nbytes()),
             tensor.device.type == self.device.type,
             call.name,
             call.where,
@@ -144,10 +145,30 @@ class Memory:
 
         def released(_: object) -> None:
             del live[key]
-            events.append((block, -size))
+            events.append((block, -block.bytes))
 
         live[key] = (weakref.ref(storage, released), block)
-        events.append((block, size))
+        events.append((block, block.bytes))
+
+    def _rounded(self, size: int) -> int:
+        return -(-size // self._round) * self._round
+
+    @contextmanager
+    def watching_storages(self) -> Iterator[None]:
+        """See also storages that are emptied and filled again without an operator, as FSDP2's."""
+        resize = torch.UntypedStorage.resize_
+
+        def watched(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            found = self._live.get(storage._cdata)
+            if found is not None:
+                block, now = found[1], self._rounded(size)
+                self._events.append((block, now - block.bytes))
+                block.bytes = now
+            return result
+
+        with mock.patch.object(torch.UntypedStorage, "resize_", watched):
+            yield
 
     def label(self, tensors: Iterable[Any], category: Category) -> None:
         """Say what some tensors' storages are for; the first label stays."""
@@ -171,15 +192,12 @@ class Memory:
         """Find the peak. Call at the end: what never got a label was temporary."""
         at, host = _fullest(self._events)
         totals: Counter[Category] = Counter()
-        alive: dict[Block, None] = {}
+        alive: Counter[Block] = Counter()
         for block, change in self._events[: at + 1]:
             if not block.on_device:
                 continue
             totals[block.category or "temporaries"] += change
-            if change > 0:
-                alive[block] = None
-            else:
-                del alive[block]
+            alive[block] += change
         last = self._events[at][0]
         return MemoryReport(
             peak=sum(totals.values()),
@@ -215,11 +233,12 @@ def _fullest(events: list[tuple[Block, int]]) -> tuple[int, int]:
     return at, host_peak
 
 
-def _held(alive: Iterable[Block]) -> list[Held]:
+def _held(alive: Mapping[Block, int]) -> list[Held]:
     groups: dict[tuple[Any, ...], list[int]] = {}
-    for b in alive:
-        key = (b.category or "temporaries", b.shape, b.dtype, b.name, b.where, b.phase)
-        groups.setdefault(key, []).append(b.bytes)
+    for b, size in alive.items():
+        if size:
+            key = (b.category or "temporaries", b.shape, b.dtype, b.name, b.where, b.phase)
+            groups.setdefault(key, []).append(size)
     held = [Held(sum(sizes), len(sizes), *key) for key, sizes in groups.items()]
     return sorted(held, key=lambda h: -h.bytes)
 

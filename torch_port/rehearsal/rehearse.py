@@ -16,6 +16,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_port.config import ANCHOR_FIRST
 from torch_port.data.batch import Batch, collate
@@ -27,6 +29,7 @@ from torch_port.rehearsal.memory import Memory, MemoryReport
 from torch_port.rehearsal.trace import Finding, Observer, Trace
 from torch_port.rehearsal.virtual import virtual_device
 from torch_port.run import RunConfig
+from torch_port.training.distribution import Ranks, average_gradients, distribute
 from torch_port.training.optimizer import MasterAdamW
 from torch_port.training.step import training_step
 from torch_port.vocabulary.mapping import DraftVocabMappingMixin
@@ -82,10 +85,17 @@ def rehearse(
     with virtual_device(device) as place:
         memory = Memory(place)
         trace = Trace([*observers, memory, counter])
-        with trace, _any_map(), _chunked(objective_chunk):
+        with (
+            _ranks(run, world_size, place) as ranks,
+            memory.watching_storages(),
+            trace,
+            _any_map(),
+            _chunked(objective_chunk),
+        ):
             with trace.during("set-up"):
-                parts = _build(run, config, place)
+                parts = _build(run, config, place, ranks)
                 parts.label(memory)
+                memory.label_rest("parameters")  # FSDP2's places for whole ones
             for step in range(1, STEPS + 1):
                 _step(step, run, parts, batches, trace, memory)
         report = memory.report()
@@ -155,7 +165,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
     return [x for x in leaves if isinstance(x, torch.Tensor)]
 
 
-def _build(run: RunConfig, config: Any, place: torch.device) -> _Parts:
+def _build(run: RunConfig, config: Any, place: torch.device, ranks: Ranks) -> _Parts:
     """Make draft, frozen target and optimizer, as training does, without a value in them."""
     dtype = _DTYPES[run.training.dtype]
     family = find_algorithm(run.algorithm)
@@ -170,8 +180,39 @@ def _build(run: RunConfig, config: Any, place: torch.device) -> _Parts:
         if draft.prunes_vocabulary:
             pruned = config.vocab_size - config.draft_vocab_size
             draft._vocabulary().pruned_P = torch.zeros(pruned, dtype=torch.int64)
-    optimizer = MasterAdamW(draft.named_parameters(), run.optimizer)
+    draft = distribute(draft, ranks)
+    offload = run.distribution.offload_optimizer
+    optimizer = MasterAdamW(draft.named_parameters(), run.optimizer, offload=offload)
     return _Parts(draft, target, optimizer, place, dtype)
+
+
+@contextmanager
+def _ranks(run: RunConfig, world_size: int, place: torch.device) -> Iterator[Ranks]:
+    """Be rank 0 of a process group whose collectives send nothing."""
+    mode = run.distribution.mode
+    if mode == "auto":
+        mode = "single" if world_size == 1 else "ddp"
+    if mode == "single":
+        if world_size > 1:
+            raise UserError(
+                f"distribution.mode is single, but {world_size} ranks are to be rehearsed; set it "
+                "to ddp or fsdp, or rehearse with --world-size 1"
+            )
+        yield Ranks(0, 1, 0, place, mode, None)
+        return
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def real_mesh(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():  # it looks its ranks up by value
+            return init_device_mesh(*args, **kwargs)
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        with mock.patch("torch.distributed.device_mesh.init_device_mesh", real_mesh):
+            yield Ranks(0, world_size, 0, place, mode, None)
+    finally:
+        dist.destroy_process_group()
 
 
 @contextmanager
@@ -262,7 +303,7 @@ def _step(
 @contextmanager
 def _seams(step: int, parts: _Parts, trace: Trace, memory: Memory) -> Iterator[None]:
     """Tell forward, backward and optimizer apart inside `training_step`."""
-    backward, apply = torch.autograd.backward, parts.optimizer.apply
+    backward = torch.autograd.backward
 
     def watched_backward(*args: Any, **kwargs: Any) -> None:
         parts.label(memory)
@@ -271,13 +312,14 @@ def _seams(step: int, parts: _Parts, trace: Trace, memory: Memory) -> Iterator[N
             backward(*args, **kwargs)
         memory.label((p.grad for p in parts.draft.parameters()), "gradients")
 
-    def watched_apply(*args: Any) -> None:
-        with trace.during(f"step {step}: optimizer"):
-            apply(*args)
+    def watched_average(draft: Any) -> None:
+        trace.phase = f"step {step}: optimizer"  # till the step's end
+        average_gradients(draft)
+        memory.label((p.grad for p in parts.draft.parameters()), "gradients")
 
     with (
         mock.patch.object(torch.autograd, "backward", watched_backward),
-        mock.patch.object(parts.optimizer, "apply", watched_apply),
+        mock.patch("torch_port.training.step.average_gradients", watched_average),
     ):
         yield
 

@@ -134,6 +134,8 @@ class Trace(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run the operator between the observers."""
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # what it does with a rank's own part comes here again
         if func is torch.ops.prim.device.default:  # asked for at every node of a backward pass
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         kwargs = kwargs or {}
