@@ -300,10 +300,23 @@ def test_a_step_that_is_off_is_told(monkeypatch, fault: str, lines: set[str]) ->
 
 
 def test_a_ring_of_two_processes() -> None:
-    """Faults: ranks that never answer; a sum over one rank taken for the ring's (1 + 2 = 3)."""
+    """Faults: ranks that never answer; a collective of training that is not tried."""
     checks = check_ring("gloo", 2, 1024)
-    assert [check.status for check in checks] == ["ok", "ok"], checks
-    assert "2 ranks" in checks[0].name
+    assert [check.status for check in checks] == ["ok"] * 5, checks
+    assert {check.name for check in checks} == {
+        *("all-reduce, float32", "broadcast, uint8", "all-gather, bfloat16"),
+        *("reduce-scatter, float32", "all-reduce, bool"),
+    }
+    assert checks[0].found.startswith("2 ranks, 0.00391 MiB in ")  # 1024 of 4 bytes
+
+
+def answered(monkeypatch: pytest.MonkeyPatch, *answer) -> list[Check]:
+    done = subprocess.CompletedProcess([], *answer)
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: done)
+    return check_ring("hccl", 2)
+
+
+WRONG = {"error": None, "got": [1.0], "expected": [3.0], "seconds": 1.0, "mib": 64.0}
 
 
 @pytest.mark.parametrize(
@@ -311,14 +324,13 @@ def test_a_ring_of_two_processes() -> None:
     [
         ((1, "", "a line\nRuntimeError: HCCL port 60000 in use\nmore"), "HCCL port 60000 in use"),
         ((0, "", ""), "no answer"),
-        ((0, '{"sum": 1.0, "seconds": 1.0, "mib": 1.0, "bool": null}', ""), "came out 1.0, not 3"),
+        ((0, json.dumps({"all-reduce, float32": WRONG}), ""), "[1.0] came out, not [3.0]"),
+        ((0, json.dumps({"broadcast, uint8": {"error": "HCCL: no uint8"}}), ""), "no uint8"),
     ],
 )
 def test_a_ring_that_does_not_close_is_told(monkeypatch, answer: tuple, said: str) -> None:
-    """Faults: the ranks' own words lost; a wrong sum passes."""
-    done = subprocess.CompletedProcess([], *answer)
-    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: done)
-    (check,) = check_ring("hccl", 2)
+    """Faults: the ranks' own words lost; a wrong sum passes; a refused collective passes."""
+    (check,) = answered(monkeypatch, *answer)
     assert check.status == "failed"
     assert said in check.found
     assert check.remedy
@@ -338,9 +350,7 @@ def test_a_ring_that_does_not_answer_is_told(monkeypatch) -> None:
 
 def test_a_refused_bool_is_no_fault(monkeypatch) -> None:
     """Fault: HCCL's refusal of bools fails a machine that trains (field-note 35)."""
-    out = '{"sum": 3.0, "seconds": 0.002, "mib": 64.0, "bool": "HCCL: unsupported bool"}'
-    done = subprocess.CompletedProcess([], 0, out, "")
-    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: done)
-    checks = check_ring("hccl", 2)
-    assert [check.status for check in checks] == ["ok", "ok"]
-    assert "rejected (HCCL: unsupported bool)" in checks[1].found
+    out = json.dumps({"all-reduce, bool": {"error": "HCCL: unsupported bool"}})
+    (check,) = answered(monkeypatch, 0, out, "")
+    assert check.status == "ok"
+    assert check.found == "rejected (HCCL: unsupported bool); the port sends none"
