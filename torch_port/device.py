@@ -333,11 +333,25 @@ class _NpuAdamW(portable.TorchAdamW):
     as buffers that later ones are copied into (float32, as large as the masters), and the set of
     masters with a gradient may not change. Parameters are float32 or float16, else TypeError.
     State must be loaded before the first step: moments are moved into a buffer as well.
+    A master whose memory others read (a float32 parameter's shard) has a twin that is updated in
+    its place and copied back: it would be left behind in the old memory.
     """
 
-    def _optimizer(self, *groups: Any, **settings: Any) -> torch.optim.Optimizer:
+    def _optimizer(self, groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
         self._buffers: dict[Tensor, Tensor] = {}
-        return _torch_npu().optim.NpuFusedAdamW(*groups, **settings)
+        shared = [p for group in groups for p in group["params"] if _shares_memory(p)]
+        self._twins = {p: p.detach().clone() for p in shared}
+        own = [g | {"params": [self._twins.get(p, p) for p in g["params"]]} for g in groups]
+        return _torch_npu().optim.NpuFusedAdamW(own, **settings)
+
+    @property
+    def state(self) -> Any:
+        """Per master: step, exp_avg, exp_avg_sq."""
+        of_twin = {twin: p for p, twin in self._twins.items()}
+        return {of_twin.get(p, p): values for p, values in self._adamw.state.items()}
+
+    def restore(self, master: Tensor, first: Tensor, second: Tensor, updates: int) -> None:
+        super().restore(self._twins.get(master, master), first, second, updates)
 
     def _count(self, updates: int) -> int:
         return updates
@@ -349,16 +363,27 @@ class _NpuAdamW(portable.TorchAdamW):
             if gradient is None:
                 continue
             given += 1
+            own = self._twins.get(master, master)
+            if own is not master:
+                own.copy_(master)
             if first:  # laid out like its master: the buffer is walked by storage, not by index
-                self._buffers[master] = torch.empty_like(master).copy_(gradient)
-            elif master in self._buffers:
-                self._buffers[master].copy_(gradient)
+                self._buffers[own] = torch.empty_like(own).copy_(gradient)
+            elif own in self._buffers:
+                self._buffers[own].copy_(gradient)
             else:
                 raise UserError(f"a parameter {list(master.shape)} has its first gradient; {FIXED}")
         if given < len(self._buffers):
             raise UserError(f"{len(self._buffers) - given} parameters have no gradient; {FIXED}")
         if given:  # a first step without any gradient would fix the empty set
             super().step(rate, self._buffers.items())
+            for master, twin in self._twins.items():
+                if twin in self._buffers:
+                    master.copy_(twin)
+
+
+def _shares_memory(tensor: Tensor) -> bool:
+    """Return whether others read a tensor's memory: a shard's, which FSDP2 gathers from."""
+    return tensor._is_view() or tensor.untyped_storage().nbytes() != tensor.nbytes
 
 
 PORTABLE = Kernels(
