@@ -29,7 +29,12 @@ from torch_port.training.summary import (
 )
 
 LINE_EVERY = 5.0  # seconds between plain lines, beside those of log records
-_SHOWN = {"tau_probabilistic": "τ", "acc": "acc", "draft_vocab_coverage": "coverage"}
+_FOLLOWED = {
+    "loss": "loss",
+    "tau_probabilistic": "τ",
+    "acc": "acc",
+    "draft_vocab_coverage": "coverage",
+}
 
 
 class TrainingLog:
@@ -145,11 +150,7 @@ class TrainingLog:
         self._skipped = self._spikes = 0
         self._write("train", step, {**numbers, **flags})
         self._scalars("train", {**numbers, "memory_peak_gib": memory / 2**30}, step)
-        shown = [f"loss {_number(numbers.get('loss'))}"]
-        shown += [
-            f"{word} {_number(numbers[name])}" for name, word in _SHOWN.items() if name in numbers
-        ]
-        self._numbers = "  ".join(shown)
+        self._numbers = _shown(numbers)
         if self._bar is None:
             rate = numbers.get("tokens_per_second")
             speed = f"{rate:,.0f} tokens/s" if isinstance(rate, float) else ""
@@ -161,11 +162,7 @@ class TrainingLog:
             return
         self._write("validation", step, dict(values))
         self._scalars("validation", values, step)
-        names = {"loss": "loss", **_SHOWN}
-        shown = [
-            f"{word} {_number(values[name])}" for name, word in names.items() if name in values
-        ]
-        self._print(f"step {step}: validation  {'  '.join(shown)}")
+        self._print(f"step {step}: validation  {_shown(values)}")
 
     def checkpoint(self, step: int, path: Path) -> None:
         """Say that the checkpoint of `step` is complete; the log up to here goes to disk."""
@@ -259,6 +256,21 @@ def _bar(console: Console) -> Progress:
         console=console,
         transient=True,
     )
+
+
+def _shown(values: Values) -> str:
+    """Write the values that a person follows.
+
+    >>> _shown({"loss": 2.5, "draft_vocab_coverage": 0.95})
+    'loss 2.5  coverage 95.0%'
+    """
+    parts = []
+    for name, word in _FOLLOWED.items():
+        if name in values:
+            value = values[name]
+            share = name == "draft_vocab_coverage" and isinstance(value, float)
+            parts.append(f"{word} {value:.1%}" if share else f"{word} {_number(value)}")
+    return "  ".join(parts)
 
 
 def _number(value: object) -> str:
