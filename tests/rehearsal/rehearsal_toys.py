@@ -55,7 +55,7 @@ def toy_config(**changes: Any) -> DraftConfig:
     return DraftConfig.from_hf(top | {"dflash_config": nested})
 
 
-def toy_run(**compute: Any) -> RunConfig:
+def toy_run(mode: str = "auto", **compute: Any) -> RunConfig:
     """S = 24, N = 4, two steps of a run whose files are not there."""
     return resolve(
         {
@@ -65,16 +65,22 @@ def toy_run(**compute: Any) -> RunConfig:
             "data": {"path": "none", "max_length": 24, "num_anchors": 4},
             "objective": {"loss_decay_gamma": 4.0},
             "compute": compute,
+            "distribution": {"mode": mode},
             "optimizer": {"peak_rate": 1e-3, "warmup_steps": 1, "total_steps": 10},
         }
     )
 
 
-def rehearsed(run: RunConfig | None = None, **changes: Any) -> tuple[Rehearsal, Looks]:
+def rehearsed(
+    run: RunConfig | None = None, world_size: int = 1, **changes: Any
+) -> tuple[Rehearsal, Looks]:
     """Rehearse the toy; return what the rehearsal and its observers saw."""
     looks = Looks.at("npu")
     rehearsal = rehearse(
-        run or toy_run(), config=toy_config(**changes), observers=looks.observers()
+        run or toy_run(),
+        config=toy_config(**changes),
+        world_size=world_size,
+        observers=looks.observers(),
     )
     return rehearsal, looks
 

@@ -21,6 +21,7 @@ from torch_port.rehearsal.trace import ROOT, Finding, OperatorCall
 from torch_port.training.step import training_step
 
 _ONCE = ("host tensor", "upload")  # what a first step may do for all later ones
+_CONSTANT = "aten::lift_fresh.default"  # torch.tensor's: the copy to the device follows
 _COPIES = ("aten::_to_copy.default", "aten::copy_.default")
 # Their answer is a Python number, or they compare values to give one.
 _SYNCS = {
@@ -55,7 +56,7 @@ class Placement:
             self._copy(call, host, device)
         elif host and device:
             self._mixed(call, host)
-        elif host and any(x.dim() for x in host):
+        elif call.name != _CONSTANT and any(x.dim() for x in host):
             self._host_work(call, host)
 
     def after(self, call: OperatorCall) -> None:

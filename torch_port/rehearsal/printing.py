@@ -131,10 +131,13 @@ def collectives_headline(report: Mapping[str, Any]) -> str:
 
 
 def _collectives(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table("collective", "count", "bytes", "dtype", "group", "phase", "first line")
+    groups = len({row["group"] for row in rows}) > 1
+    names = ("collective", "count", "bytes", "dtype", *(["group"] if groups else []), "phase")
+    table = _table(*names, "first line")
     for row in rows:
-        cells = (row["dtype"], row["group"], row["phase"], row["where"])
-        table.add_row(row["name"], str(row["count"]), size(row["bytes"]), *(Text(c) for c in cells))
+        cells = (row["dtype"], *([row["group"]] if groups else []), row["phase"], row["where"])
+        sent = size(row["bytes"]) if row["bytes"] >= 1024 else f"{row['bytes']} B"
+        table.add_row(row["name"], str(row["count"]), sent, *(Text(c) for c in cells))
     return table
 
 
