@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import platform
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -259,6 +260,7 @@ def _collect(
 def _begin(channel: Any) -> None:
     global _channel
     _channel = channel
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     import torch
 
     torch.set_num_threads(1)
@@ -278,3 +280,10 @@ def _versions() -> dict[str, str]:
             found[name] = "not installed"
     found["machine"] = f"{platform.machine()}, {os.cpu_count()} cores"
     return found
+
+
+def _end_with(parent: int) -> None:
+    """Leave when the process that gives the tasks is gone: killed, it cannot say so."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
