@@ -167,8 +167,9 @@ def ranks_of(meeting: Path, rank: int, world_size: int, mode: Any) -> Iterator[R
 def start(work: Callable[..., None], *args: Any) -> BaseProcess:
     """Start a process that runs `work`; forked from a clean one that has torch, not from this."""
     context = get_context("forkserver")
+    # What takes long to import: once, instead of in every process.
     context.set_forkserver_preload(
-        ["torch_port.training.checkpoints", "torch_port.models.dspark", "torch.distributed.fsdp"]
+        ["torch_port.training.checkpoints", "torch.distributed.fsdp", "torch._dynamo", "pytest"]
     )
     process = context.Process(target=_run, args=(work, *args), daemon=True)
     process.start()
