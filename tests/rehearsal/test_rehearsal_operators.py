@@ -7,7 +7,7 @@ import pytest
 import torch
 import torchgen
 import yaml
-from rehearsal_toys import rehearsed, toy_config
+from rehearsal_toys import rehearsed, toy_config, toy_run
 from torch.utils.flop_counter import FlopCounterMode
 
 from torch_port.models.dspark import DSparkDraft
@@ -142,6 +142,19 @@ def test_operations_by_hand(toy) -> None:
     weights = sum(p.numel() for p in DSparkDraft(toy_config()).parameters())
     assert parts["optimizer"].elements > 4 * weights  # moments, root, division, update at least
     assert looks.flops.total() == sum(part.products for part in parts.values())
+
+
+def test_operations_of_a_layer_that_is_computed_again() -> None:
+    """Fault: what is computed again is charged to the line whose gradient asked for it.
+
+    Of the feed-forward gate and up are computed again; down is not, whose result nothing keeps.
+    Queries, keys, values and outputs are; fc stands before the layers.
+    """
+    _, looks = rehearsed(toy_run(recompute="layer"))
+    parts = looks.flops.by_part()
+    assert parts["feed-forward"].products == (3 * 3 + 2) * 2 * 16 * 16 * 24
+    q_o, k_v = 2 * 2 * 16 * 16 * 16, 2 * 2 * (16 + 24) * 16 * 8
+    assert parts["projections"].products == 2 * 2 * 24 * 32 * 16 + 4 * (q_o + k_v)
 
 
 def test_products_as_torch_counts_them() -> None:

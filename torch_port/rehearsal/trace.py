@@ -33,6 +33,7 @@ from torch_port.rehearsal.shortcuts import Shortcuts
 HERE = os.path.dirname(os.path.abspath(__file__))
 PACKAGE = os.path.dirname(HERE)
 ROOT = os.path.dirname(PACKAGE)
+BACKWARD = ("torch_port/training/", "outside ")  # where backward is called
 ACCUMULATION = "gradients summed (autograd)"  # where AccumulateGrad runs: no line of ours
 
 
@@ -117,18 +118,17 @@ class Trace(TorchDispatchMode):
     def where(self) -> str:
         """Return the line that the operator being dispatched belongs to."""
         node = torch._C._current_autograd_node()
-        if node is None:
-            line = self._lines.current()
-            # The node of the operator being dispatched, if it has one, took the last number.
-            self._forward[torch._C._autograd._get_sequence_nr() - 1] = line
+        line = self._lines.current()
+        if node is None or not line.startswith(BACKWARD):
+            # Forward, a backward pass of our own, or a layer that is computed again. The node of
+            # the operator being dispatched, if it has one, took the last number; the next operator
+            # may have none and must not take its place.
+            self._forward.setdefault(torch._C._autograd._get_sequence_nr() - 1, line)
             return line
-        if not isinstance(node, torch.autograd.function.BackwardCFunction):
-            known = self._forward.get(node._sequence_nr())
-            if known is not None:
-                return known
-            if node.name().endswith("AccumulateGrad"):
-                return ACCUMULATION
-        return self._lines.current()
+        known = self._forward.get(node._sequence_nr())
+        if known is not None:
+            return known
+        return ACCUMULATION if node.name().endswith("AccumulateGrad") else line
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
