@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -74,6 +75,7 @@ def test_a_record_says_all_of_its_steps(tmp_path: Path) -> None:
 
 KILLED = """
 import sys
+import time
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from output_toys import open_log, quiet, report
