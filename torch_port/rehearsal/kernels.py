@@ -9,7 +9,7 @@ and what its backward operator takes. A kernel's own workspace is not known.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -206,10 +206,8 @@ def _dot_product_attention(
 # --- The optimizer -------------------------------------------------------------------------------
 
 
-def _combine(tensors: list[Tensor]) -> Tensor | None:
+def _combine(tensors: list[Tensor]) -> Tensor:
     """npu_combine_tensors: one zeroed buffer, and each tensor's storage exchanged for its part."""
-    if not tensors:
-        return None
     buffer = torch.zeros(
         sum(x.numel() for x in tensors), dtype=tensors[0].dtype, device=tensors[0].device
     )
@@ -252,6 +250,8 @@ class NpuFusedAdamW(torch.optim.Optimizer):
     def _combine_all(self) -> None:
         members = [[p for p in g["params"] if p.grad is not None] for g in self.param_groups]
         everyone = [p for group in members for p in group]
+        if not everyone:
+            return
         parameters = _combine(everyone)
         gradients = _combine([p.grad for p in everyone])
         start = 0
@@ -273,8 +273,6 @@ class NpuFusedAdamW(torch.optim.Optimizer):
             size = sum(p.numel() for p in group)
             part = slice(start, start + size)
             start += size
-            assert parameters is not None and gradients is not None
-            assert firsts is not None and seconds is not None
             self._combined.append((parameters[part], gradients[part], firsts, seconds))
 
 
@@ -289,7 +287,7 @@ def _update(group: dict[str, Any], p: Tensor, g: Tensor, m: Tensor, v: Tensor) -
 
 # --- The module ----------------------------------------------------------------------------------
 
-_SHAPES = {
+_SHAPES: dict[str, Callable[..., Any]] = {
     "npu_rms_norm": _rms_norm,
     "npu_rms_norm_backward": _rms_norm_backward,
     "npu_rotary_mul": _rotary_mul,
@@ -299,7 +297,7 @@ _SHAPES = {
     "npu_fusion_attention": _fusion_attention,
     "npu_fusion_attention_grad": _fusion_attention_grad,
 }
-_GRADIENTS = {
+_GRADIENTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "npu_rms_norm": (_rms_norm_gradient, _rms_norm_context),
     "npu_rotary_mul": (_rotary_gradient, _rotary_context),
     "npu_swiglu": (_swiglu_gradient, _swiglu_context),
@@ -337,7 +335,7 @@ def _module() -> ModuleType:
     for name in (*CALLED, "npu_fusion_attention_grad"):
         setattr(module, name, getattr(torch.ops.npu, name))
     module.optim = SimpleNamespace(NpuFusedAdamW=NpuFusedAdamW)  # type: ignore[attr-defined]
-    module.__version__ = "2.13.0 (rehearsed)"
+    module.__version__ = "2.13.0 (rehearsed)"  # type: ignore[attr-defined]
     return module
 
 
