@@ -16,6 +16,7 @@ from torch_port.data.commands import capture_command, data_app, features_app
 from torch_port.doctor.commands import doctor_command
 from torch_port.errors import UserError
 from torch_port.formats.commands import convert_command, export_command, show_command
+from torch_port.rehearsal.commands import fit_command, rehearse_command
 from torch_port.training.commands import soak_command, train_command
 from torch_port.vocabulary.commands import vocab_app
 
@@ -37,6 +38,8 @@ app.command("convert")(convert_command)
 app.command("export")(export_command)
 app.command("show")(show_command)
 app.command("doctor")(doctor_command)
+app.command("rehearse")(rehearse_command)
+app.command("fit")(fit_command)
 
 
 def _show_version(wanted: bool) -> None:
