@@ -82,6 +82,7 @@ class ToyRun:
         kept: tuple[int, ...] = KEPT,
         dtype: torch.dtype = torch.bfloat16,
         optimizer: OptimizerConfig = OPTIMIZER,
+        offload: bool = False,
         config: dict[str, Any] | None = None,
         **section: Any,
     ) -> None:
@@ -91,7 +92,7 @@ class ToyRun:
         draft.initialise(torch.Generator().manual_seed(seed))
         draft.install_vocab_mapping(*buffers_from_kept(torch.tensor(kept), V))
         self.draft: Any = distribute(draft.to(dtype), ranks)
-        self.optimizer = MasterAdamW(self.draft.named_parameters(), optimizer)
+        self.optimizer = MasterAdamW(self.draft.named_parameters(), optimizer, offload=offload)
         g = torch.Generator().manual_seed(1)
         target = FrozenTarget(torch.randn(V, H, generator=g), torch.randn(V, H, generator=g))
         self.facts = RunFacts("dspark", ObjectiveConfig(), target, {"model_type": "qwen3"})

@@ -71,7 +71,7 @@ def four_ranks_go_on(rank: int, world_size: int, place: Path) -> None:
 def two_ranks_go_on(rank: int, world_size: int, place: Path) -> None:
     for mode in ("fsdp", "ddp"):
         with ranks_of(place / f"last-{mode}", rank, world_size, mode) as ranks:
-            run = ToyRun(place / "four", ranks, seed=7)
+            run = ToyRun(place / "four", ranks, seed=7, offload=True)
             run.resume()
             same(run.tensors(), alone(8))
             one_fails_all_raise(run, rank, place)

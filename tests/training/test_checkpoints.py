@@ -142,6 +142,20 @@ def test_optimizer_settings_on_a_resume(
         assert changed.optimizer.guard.multiple == 3.0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_offloaded_optimizer_and_one_that_is_not(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Either goes on from the other's checkpoint. Fault: a float32 draft's masters on the host,
+    which are its weights again, written as state that no other run knows."""
+    whole = ToyRun(Path("nowhere"), dtype=dtype)
+    for offload, until, seed in ((True, 2, 0), (False, 4, 7), (True, 6, 7)):
+        run = ToyRun(tmp_path, dtype=dtype, offload=offload, seed=seed)
+        run.resume()
+        run.train(until)
+        run.save()
+        whole.train(until)
+        same(run.tensors(), whole.tensors())
+
+
 def test_weights_of_another_precision_are_refused(tmp_path: Path) -> None:
     run = ToyRun(tmp_path)
     run.train(1)
