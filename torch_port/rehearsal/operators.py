@@ -148,7 +148,12 @@ def tensors_of(*values: Any) -> list[Tensor]:
 
 def in_step(call: OperatorCall) -> bool:
     """Return whether a call belongs to a step proper, and not to set-up or to moving a batch."""
-    return call.phase.startswith("step") and not call.phase.endswith("batch")
+    return _is_step(call.phase)
+
+
+@cache
+def _is_step(phase: str) -> bool:
+    return phase.startswith("step") and not phase.endswith("batch")
 
 
 class Operators:
