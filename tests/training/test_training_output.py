@@ -170,25 +170,26 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
 def test_plain_lines_come_every_few_seconds_and_with_each_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Faults: a line a step in a log file of days; an ETA that counts the steps before a resume as
-    made in this run's time."""
+    """Faults: a line a step in a log file of days; two at a record; an ETA that counts the steps
+    before a resume as made in this run's time."""
     now = [1000.0]
     monkeypatch.setattr(output.time, "monotonic", lambda: now[0])
     console, shown = plain()
-    with open_log(tmp_path, console, start=4, **NO_BOARD) as log:
+    every_14 = {"training": {"tensorboard": False, "log_every": 14}}
+    with open_log(tmp_path, console, start=4, **every_14) as log:
         shown.truncate(0)
-        for step in range(5, 17):
+        for step in range(5, 20):
             now[0] += 1
             log.step(report(step), 10, 0.5)
-            if step == 15:
+            if step == 14:
                 values = {"loss": 2.5, "tau_probabilistic": 1.75, "tokens_per_second": 4321.0}
                 log.record(step, {**values, "accept_position": [0.5]})
     lines = [line for line in shown.getvalue().replace("\0", "").splitlines() if "ETA" in line]
     assert lines == [
         # 5 seconds for 5 of the run's 16 steps that were left: 11 more.
         "step 9/20  epoch 0.90  loss 2  20 tokens/s  ETA 0:00:11",
-        "step 14/20  epoch 1.40  loss 2  20 tokens/s  ETA 0:00:06",
-        "step 15/20  epoch 1.50  loss 2.5  τ 1.75  4,321 tokens/s  ETA 0:00:05",
+        "step 14/20  epoch 1.40  loss 2.5  τ 1.75  4,321 tokens/s  ETA 0:00:06",
+        "step 19/20  epoch 1.90  loss 2.5  τ 1.75  20 tokens/s  ETA 0:00:01",
     ]
 
 

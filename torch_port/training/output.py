@@ -1,6 +1,11 @@
 """What a training run says while it runs: a terminal's bar or plain lines, JSON lines, TensorBoard.
 
 Rank 0 writes; on other ranks every method returns at once.
+
+Kinds of JSON lines: `start` (the summary, once for each start), `memory` (after the first step),
+`train` (a log record: every metric over all ranks and the `steps` since the last one, with rate and
+gradient norm of its own step), `validation`, `checkpoint`, `spike`, `warning`, `stopped`. `epoch` is
+the share of epochs that were done.
 """
 
 from __future__ import annotations
@@ -91,8 +96,10 @@ class TrainingLog:
             self._board = TensorBoard(self.directory / "tensorboard", start_step, first_slot)
         show_summary(summary, total_steps, start_step, self._console)
         if self._lines.removed:
-            text = f"{LOG_NAME}: {self._lines.removed} lines after step {start_step} or cut short "
-            self._print(f"{text}were removed; their steps are made again")
+            self._print(
+                f"{LOG_NAME}: lines after step {start_step} or cut short were removed "
+                f"({self._lines.removed}); their steps are made again"
+            )
         self._write("start", start_step, {"total_steps": total_steps, **summary.record()})
         if self._console.is_terminal:
             self._bar = _bar(self._console)
@@ -149,6 +156,7 @@ class TrainingLog:
         flags = {"skipped": self._skipped, "spikes": self._spikes, "memory_peak_bytes": memory}
         self._skipped = self._spikes = 0
         self._write("train", step, {**numbers, **flags})
+        numbers.pop("steps", None)  # no curve
         self._scalars("train", {**numbers, "memory_peak_gib": memory / 2**30}, step)
         self._numbers = _shown(numbers)
         if self._bar is None:
@@ -232,7 +240,10 @@ class TrainingLog:
                 detail += f"  peak {gib(peak_memory(device)[0])}"
             epoch = f"epoch {self._done / max(1, self._per_epoch):.2f}"
             self._bar.update(self._task, completed=self._done, epoch=epoch, detail=detail)
-        elif time.monotonic() - self._line_at >= LINE_EVERY:
+        elif (
+            time.monotonic() - self._line_at >= LINE_EVERY
+            and self._done % self.run.training.log_every != 0  # its record has a line
+        ):
             self._line(detail)
 
     def _line(self, detail: str) -> None:
