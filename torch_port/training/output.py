@@ -3,9 +3,9 @@
 Rank 0 writes; on other ranks every method returns at once.
 
 Kinds of JSON lines: `start` (the summary, once for each start), `memory` (after the first step),
-`train` (a log record: every metric over all ranks and the `steps` since the last one, with rate and
-gradient norm of its own step), `validation`, `checkpoint`, `spike`, `warning`, `stopped`. `epoch` is
-the share of epochs that were done.
+`train` (a log record: every metric over all ranks and the `steps` since the last one, with rate
+and gradient norm of its own step), `validation`, `checkpoint`, `spike`, `warning`, `stopped`.
+`epoch` is the share of epochs that were done.
 """
 
 from __future__ import annotations
