@@ -35,32 +35,34 @@ def test_one_process(tmp_path: Path) -> None:
 
 
 def three_ranks(rank: int, world_size: int, place: Path) -> None:
-    """Rank 1 alone is signalled after step 4; meanwhile every step is saved in a thread."""
-    with ranks_of(place / "meeting", rank, world_size, "ddp") as ranks, stop_signals() as stop:
-        run = ToyRun(place / "run", ranks, keep_last=2)
-        while True:
-            run.train(run.step + 1)
-            if (rank, run.step) == (1, 4):
-                os.kill(os.getpid(), signal.SIGTERM)
-            if stop.requested(ranks):
-                break
-            run.save(wait=False)
-            time.sleep(0.01 * rank)  # no two ranks come to it at the same time
-        run.save()
-        stopped = [0] * world_size
-        dist.all_gather_object(stopped, run.step)
-        assert stopped == [5] * world_size
-        assert stop.requested(ranks)
+    """Rank 1 alone, then all ranks, are signalled after step 4, and save all the while."""
+    with ranks_of(place / "meeting", rank, world_size, "ddp") as ranks:
+        for signalled, last in (((1,), 5), ((0, 1, 2), 4)):
+            run = ToyRun(place / str(last), ranks, keep_last=2)
+            with stop_signals() as stop:
+                while not stop.requested(ranks):
+                    run.save(wait=False)
+                    time.sleep(0.01 * rank)  # no two ranks come to a step's end at the same time
+                    run.train(run.step + 1)
+                    if run.step == 4 and rank in signalled:
+                        os.kill(os.getpid(), signal.SIGTERM)
+                run.save()
+                assert stop.requested(ranks)
+            stopped = [0] * world_size
+            dist.all_gather_object(stopped, run.step)
+            assert stopped == [last] * world_size
 
 
 def test_all_ranks_stop_after_the_same_step(tmp_path: Path) -> None:
-    """Faults: a rank that stops alone, and the others wait for it; the agreement and a checkpoint's
-    thread mixed up in one group."""
+    """One that is signalled stops all, a step later; all that are, at once.
+
+    Faults: a rank that stops alone, and the others wait for it; the agreement and a checkpoint's
+    thread mixed up in one group; a step more than torchrun's 30 seconds have room for.
+    """
     run_ranks(three_ranks, 3, tmp_path)
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
-        "step-00000004",
-        "step-00000005",
-    ]
+    for last in (4, 5):
+        names = sorted(path.name for path in (tmp_path / str(last)).iterdir())
+        assert names == [f"step-{last - 1:08}", f"step-{last:08}"]
 
 
 def until_stopped(place: Path) -> None:

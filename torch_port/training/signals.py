@@ -22,9 +22,10 @@ class StopSignals:
 
     Ranks must stop after the same step, or one waits in a collective for another that has left. At
     a step's end each gives its flag to an all-reduce on a gloo group of its own (checkpoints are
-    written in a thread, on another one) and reads the one that it began a step before, which is
-    done by then: no rank waits for another, nothing touches the device, and a signal stops the run
-    one step later than it would stop a single process.
+    written in a thread, on another one). A rank that was not signalled does not wait for the sum:
+    it reads it a step later, when it is long done, so nothing is held up and nothing touches the
+    device. A rank that was signalled waits. If the sum says that all were, as by torchrun, all have
+    waited, and all stop now; else all stop after the next step.
     """
 
     def __init__(self) -> None:
@@ -52,10 +53,14 @@ class StopSignals:
                 return True
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
-        flag = torch.tensor([int(self.received is not None)], dtype=torch.int32, device="cpu")
-        work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        received = self.received is not None  # read once: a signal may come at any moment
+        flag = torch.tensor([int(received)], dtype=torch.int32, device="cpu")
+        work = dist.all_reduce(flag, group=self._group, async_op=True)
         self._asked = (work, flag)
-        return False
+        if received:
+            work.wait()
+            self._agreed = flag.item() == ranks.world_size
+        return self._agreed
 
     def finish(self) -> None:
         """Wait for the last all-reduce: a rank that leaves before it breaks it for the others."""
