@@ -17,6 +17,7 @@ from torch_port.errors import UserError
 from torch_port.formats.convert import read_checkpoint
 from torch_port.run import load_run
 from torch_port.training.log_files import read_log
+from torch_port.training.soak import _finish
 from torch_port.training.toy_run import LAYERS, K, V, write_toy_run
 from torch_port.training.trainer import run_training
 from torch_port.vocabulary.files import save_map
@@ -116,6 +117,24 @@ def test_a_run_trains_a_head_of_its_own(toy: Path, tmp_path: Path) -> None:
     started = target[state["t2d"]]
     moved = (state["lm_head.weight"] - started).abs().max()
     assert 0 < moved < 0.1  # five steps at rates up to 1e-2
+
+
+def test_two_processes_validate_as_one(toy: Path, tmp_path: Path) -> None:
+    """Faults: a rank without a sample adds one, ratios are averaged, denominators are a rank's own.
+
+    Five samples over two ranks: one rank has none in the last pass. Losses differ by float32's
+    rounding of sums alone; a mean of the ranks' ratios is off by 1e-2.
+    """
+    common = ["data.validation_share=0.2", "optimizer.total_steps=5", "training.dtype=float64"]
+    each = {1: "data.accumulation=4", 2: "data.accumulation=2"}
+    found = {}
+    for processes, accumulation in each.items():
+        out = tmp_path / str(processes)
+        _finish(toy, [*common, accumulation, f"training.out={out}"], processes)
+        [found[processes]] = read_log(out / "log.jsonl", "validation")
+    assert found[1]["loss"] > 0
+    for name in ("loss", "tau_probabilistic", "acc", "accept_position", "draft_vocab_coverage"):
+        assert found[2][name] == pytest.approx(found[1][name], rel=1e-9), name
 
 
 def refused(run_file: Path, out: Path, words: str, *overrides: str) -> None:

@@ -33,7 +33,7 @@ from torch_port.formats.port import RUN_FILE, read_port
 from torch_port.progress import stage
 from torch_port.training.toy_run import write_toy_run
 
-STEPS, EVERY = 200, 4  # of a round, and between its checkpoints
+STEPS, EVERY = 120, 4  # of a round, and between its checkpoints
 _MOST_SECONDS = 120.0  # of a run that nobody kills
 _NOT_COMPARED = {"metric"}  # validation is reduced in the ranks' order of arrival
 

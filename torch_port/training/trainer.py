@@ -7,13 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from torch_port.data.batch import Batch
 from torch_port.errors import NonFiniteError, UserError
-from torch_port.objective.families import family_of
-from torch_port.objective.metrics import Pair, add_pairs, ratios
 from torch_port.planning import plan, read_facts, summary
 from torch_port.run import LoadedRun
 from torch_port.training.agreement import in_agreement
@@ -21,14 +18,15 @@ from torch_port.training.build import DTYPES, load_target, make_draft, read_draf
 from torch_port.training.checkpoint_files import step_directory
 from torch_port.training.checkpoints import CheckpointManager
 from torch_port.training.distribution import Ranks, distribute, joined
-from torch_port.training.inputs import open_inputs, validation_batches
-from torch_port.training.metrics import MetricWindow, Values, reduce_pairs
+from torch_port.training.inputs import open_inputs
+from torch_port.training.metrics import MetricWindow
 from torch_port.training.optimizer import MasterAdamW
 from torch_port.training.output import TrainingLog
 from torch_port.training.signals import stop_signals
 from torch_port.training.state import RunFacts
 from torch_port.training.step import training_step
 from torch_port.training.summary import summarise
+from torch_port.training.validation import validate
 from torch_port.training.watch import Watch
 from torch_port.vocabulary.broadcast import broadcast_vocab_mapping
 
@@ -125,9 +123,7 @@ class Trainer:
                 )
             return
         loader = self.inputs.loader
-        batches = iter(loader)
-        log = TrainingLog(run, self.out, self.console, self.ranks)
-        with log, self.checkpoints:
+        with TrainingLog(run, self.out, self.console, self.ranks) as log, self.checkpoints:
             about = summarise(
                 run,
                 self.draft,
@@ -137,30 +133,31 @@ class Trainer:
                 device=self.ranks.device,
             )
             log.begin(about, total, loader.steps_per_epoch, self.step)
-            watch = Watch(self.out, run.training.stop_after_bad_steps, self.ranks, log.warn)
-            window = MetricWindow()
+            batches = iter(loader)
             try:
-                while self.step < total and not stop.requested(self.ranks):
-                    self._take_step(batches, window, log, watch)
-                    last = self.step == total
-                    if self.step % run.training.log_every == 0 or last:
-                        values = window.reduce(self.ranks)
-                        log.record(self.step, values)
-                        watch.metrics(self.step, values)
-                    self._after_step(log, last)
-                    self._tell(log)
-                if self.step < total:
-                    self._save(log, None)
+                self._take_steps(batches, log, stop)
             finally:
                 batches.close()  # type: ignore[attr-defined]
             self.checkpoints.wait()
             self._tell(log)
+
+    def _take_steps(self, batches: Iterator[Batch], log: TrainingLog, stop: Any) -> None:
+        """Train until the last step, or until the ranks agree to stop; the last save is begun."""
+        training, total = self.run.training, self.run.optimizer.total_steps
+        watch = Watch(self.out, training.stop_after_bad_steps, self.ranks, log.warn)
+        window = MetricWindow()
+        while self.step < total and not stop.requested(self.ranks):
+            self._take_step(batches, window, log, watch)
+            last = self.step == total
+            if self.step % training.log_every == 0 or last:
+                values = window.reduce(self.ranks)
+                log.record(self.step, values)
+                watch.metrics(self.step, values)
+            self._after_step(log, watch, last)
+            self._tell(log)
         if self.step < total:
-            self.console.print(
-                f"stopped by a signal after step {self.step} of {total}; the same command goes on "
-                "from there",
-                highlight=False,
-            )
+            self._save(log, None)
+            log.stopped(self.step)
 
     def _take_step(
         self, batches: Iterator[Batch], window: MetricWindow, log: TrainingLog, watch: Watch
@@ -192,16 +189,24 @@ class Trainer:
     def _on_device(self, batch: Batch) -> Batch:
         return batch.to(self.ranks.device, DTYPES[self.run.training.dtype])
 
-    def _after_step(self, log: TrainingLog, last: bool) -> None:
+    def _after_step(self, log: TrainingLog, watch: Watch, last: bool) -> None:
         """Validate and save, where they are due."""
         run = self.run
         save = self.step % run.checkpoints.every == 0 or last
         every = run.training.validate_every
-        validate = save if every == 0 else self.step % every == 0 or last
+        due = save if every == 0 else self.step % every == 0 or last
         metric = None
-        if validate and self.inputs.validation is not None:
-            values = self.validate()
+        if due and self.inputs.validation is not None:
+            values = validate(
+                self.draft,
+                self.inputs,
+                self.target.tensors,
+                run.objective,
+                self.ranks,
+                self._on_device,
+            )
             log.validation(self.step, values)
+            watch.metrics(self.step, values)
             metric = next((values[name] for name in BEST if name in values), None)
         if save:
             self._save(log, metric)
@@ -216,18 +221,3 @@ class Trainer:
         if done is not None and done != self._told:
             self._told = done
             log.checkpoint(done, step_directory(self.checkpoints.directory, done))
-
-    @torch.no_grad()
-    def validate(self) -> Values:
-        """Return every metric of §9 over the validation samples of all ranks.
-
-        Every rank takes as many forward passes, whatever samples it has.
-        """
-        ranks = self.ranks
-        family = family_of(self.draft, self.run.objective)
-        pairs: dict[str, Pair] = {}
-        for batch in validation_batches(self.inputs, ranks.rank, ranks.world_size):
-            prepared = family.prepare(self.draft, self._on_device(batch), self.target.tensors)
-            outcome = family.forward(self.draft, prepared, self.target.tensors, self.run.objective)
-            pairs = add_pairs(pairs, outcome.metrics)
-        return ratios(reduce_pairs(pairs, {}, ranks))
