@@ -56,6 +56,18 @@ def draft_attention(
     return torch.where(keep_BQ[:, None, :, None], out_BAQD, 0)
 
 
+def table_length(positions: int) -> int:
+    """Return the length of the tables that serve so many positions: the next power of two.
+
+    Batches differ in length. A table for each length would be made on the host and copied to the
+    device, which makes the device wait, in nearly every step.
+
+    >>> [table_length(n) for n in (1, 5, 4096, 4112)]
+    [1, 8, 4096, 8192]
+    """
+    return 1 << (positions - 1).bit_length()
+
+
 @lru_cache(maxsize=16)
 def rotary_tables(
     length: int, head_dim: int, theta: float, dtype: torch.dtype, device: torch.device

@@ -19,7 +19,7 @@ from torch_port.config import SLIDING, DraftConfig
 from torch_port.config_eagle3 import Eagle3Config
 from torch_port.device import rms_norm, rotary, swiglu
 from torch_port.layout import Layout
-from torch_port.models.attention import dense_mask, draft_attention, rotary_tables
+from torch_port.models.attention import dense_mask, draft_attention, rotary_tables, table_length
 from torch_port.models.blockwise import blockwise_attention
 
 
@@ -205,7 +205,11 @@ class Backbone(nn.Module):
         config = self.config
         G = config.block_size
         tables = rotary_tables(
-            sequence + G, config.head_dim, config.rope_theta, dtype, position_BNG.device
+            table_length(sequence + G),
+            config.head_dim,
+            config.rope_theta,
+            dtype,
+            position_BNG.device,
         )
         position_BQ = position_BNG.flatten(1)
 

@@ -17,7 +17,7 @@ from torch_port.compute import ComputeConfig
 from torch_port.config_eagle3 import CAPTURED, Eagle3Config
 from torch_port.device import rotary
 from torch_port.errors import UserError
-from torch_port.models.attention import rotary_tables
+from torch_port.models.attention import rotary_tables, table_length
 from torch_port.models.backbone import MLP, RMSNorm, draw_weights
 from torch_port.models.dspark import FrozenTarget
 from torch_port.models.training_time_test import KeysValues, training_time_attention
@@ -197,7 +197,7 @@ class Eagle3Draft(DraftVocabMappingMixin, nn.Module):
         ids = F.pad(input_ids_BS.clamp(0, config.vocab_size - 1), (0, steps))
         embedded = self.embed_tokens(ids)  # beyond the sequence: any row, nothing there counts
         tables = rotary_tables(
-            S + steps,
+            table_length(S + steps),
             config.head_dim,
             config.rope_theta,
             hidden_states_BSF.dtype,

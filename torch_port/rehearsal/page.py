@@ -19,6 +19,7 @@ from torch_port.rehearsal.operators import short
 from torch_port.rehearsal.printing import (
     card,
     collectives_headline,
+    made_at,
     memory_headline,
     operations_headline,
     operators_headline,
@@ -118,7 +119,7 @@ def _memory(report: Mapping[str, Any]) -> str:
                 "×".join(str(n) for n in row["shape"]),
                 row["dtype"],
                 short(row["name"]),
-                row["where"],
+                made_at(row),
                 row["phase"],
             )
             for row in memory["held"][:HELD]

@@ -96,9 +96,14 @@ def _held(held: Sequence[Mapping[str, Any]]) -> Table:
             str(row["count"]),
             shape,
             row["dtype"],
-            Text(row["where"]),
+            Text(made_at(row)),
         )
     return table
+
+
+def made_at(row: Mapping[str, Any]) -> str:
+    """Return where a tensor was made; before the steps the line says nothing."""
+    return "set-up" if row["phase"] == "set-up" else row["where"]
 
 
 def placement_headline(report: Mapping[str, Any]) -> str:
