@@ -448,7 +448,8 @@ def test_a_directory_that_may_not_be_written(tmp_path: Path) -> None:
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_is_told(tmp_path: Path) -> None:
-    """Fault: a disk that fills because nothing said that nothing is deleted."""
+    """Faults: a disk that fills because nothing said that nothing is deleted; the step, which was
+    written, taken for lost."""
     run = ToyRun(tmp_path, keep_last=1, keep_best=0)
     run.train(1)
     run.save()
@@ -460,7 +461,11 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_told(tmp_path: Path) -> Non
         pytest.raises(UserError, match=r"step-00000001: cannot be removed \(Permission denied\)"),
     ):
         run.save()
+    run.save()
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
+    run.train(3)
+    run.save()
+    assert names(tmp_path) == ["step-00000003"]
 
 
 def test_the_end_of_a_run_waits_for_its_last_save(

@@ -135,7 +135,8 @@ class CheckpointManager:
             self._thread = None
         failed, self._failed = self._failed, None
         if failed is not None:
-            self._at = None
+            if self.completed != self._at:  # else an older one could not be removed
+                self._at = None
             raise failed
 
     def newest(self) -> Path | None:
