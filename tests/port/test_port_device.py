@@ -444,6 +444,8 @@ def test_torch_npu_is_named_in_one_file() -> None:
     root = Path(torch_port.__file__).parent
     call = re.compile(r"(import|from) torch_npu|torch_npu\.\w|[\"']torch_npu|torch\.npu|ops\.npu")
     naming = [file for file in root.rglob("*.py") if call.search(file.read_text("utf-8"))]
-    assert naming == [root / "device.py"]
+    # The rehearsal stands in for torch_npu: it may name what it replaces.
+    stand_in = {root / "rehearsal" / name for name in ("kernels.py", "virtual.py")}
+    assert set(naming) - stand_in == {root / "device.py"}
     assert (root / "device.py").read_text("utf-8").count('import_module("torch_npu")') == 1
     assert "torch_npu" not in sys.modules  # importing the port does not ask for it
