@@ -79,7 +79,7 @@ def rehearse(
     "npu" or "cpu" (the portable branch); how many ranks; a card's memory; blocks of a chunk of the
     plain objective, in place of its own number. `coarse`, for memory alone and several times as
     fast: the first step is a tiny one, and attention and objective work in fewer, larger pieces.
-    The peak comes out a little higher, by less than 1 % (a test has the bound).
+    The peak comes out a little higher: by 0.1 % at a hidden size of 5120.
     Raises UserError for a run that cannot be rehearsed.
     """
     started = time.perf_counter()
