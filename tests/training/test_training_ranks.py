@@ -150,8 +150,13 @@ def test_ranks_with_3_30_and_0_tokens(
         assert_near(rank["gradients"], gradients, bound)
         assert rank["collectives"] == found[0]["collectives"]
         assert_equal(rank["weights"], found[0]["weights"])
-    reduced = [n for kind, _, n in found[0]["collectives"] if kind == "allreduce" and n > 3]
-    assert len(reduced) == (2 if mode == "ddp" else 0)  # of two steps with two micro-batches each
+    # Of two steps with two micro-batches each: buckets once a step, units in every micro-batch.
+    kinds = [kind for kind, _, n in found[0]["collectives"] if kind != "allreduce" or n > 3]
+    layers, heads = UNITS[name]
+    units = 1 + len(layers) + len(heads)
+    assert kinds.count("allreduce") == (2 if mode == "ddp" else 0)
+    assert kinds.count("_reduce_scatter_base") == (0 if mode == "ddp" else 4 * units)
+    assert kinds.count("_allgather_base") == (0 if mode == "ddp" else 4 * (units + len(layers)))
     losses = [rank["loss"] for rank in found]
     assert losses[2] == 0
     model = case.draft().to(dtype)
