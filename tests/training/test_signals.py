@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -11,7 +13,9 @@ import pytest
 import torch.distributed as dist
 from checkpoint_toys import SINGLE, ToyRun, ranks_of, run_ranks, start
 
+from torch_port.formats.port import read_port
 from torch_port.training.signals import stop_signals
+from torch_port.training.toy_run import write_toy_run
 
 
 def test_one_process(tmp_path: Path) -> None:
@@ -93,3 +97,57 @@ def test_a_signal_during_a_save(tmp_path: Path) -> None:
     run = ToyRun(tmp_path)
     run.resume()
     assert run.step == 3
+
+
+def in_session(number: int) -> list[int]:
+    """The processes of a session: field 6 of /proc/PID/stat, behind the name in brackets."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == number and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_signal_and_the_processes_that_read(killed: bool, tmp_path: Path) -> None:
+    """SIGTERM to the whole process group, as torchrun sends it; SIGKILL to the process alone.
+
+    Faults: readers that die of the first, and a run that ends with their error and saves nothing;
+    readers that stay for ever after the second.
+    """
+    run_file = write_toy_run(tmp_path / "toy")
+    saved = tmp_path / "toy" / "out" / "checkpoints"
+    command = [sys.executable, "-m", "torch_port", "train", str(run_file)]
+    command += ["data.workers=1", "optimizer.total_steps=100000", "checkpoints.every=10"]
+    log = tmp_path / "log"
+    with open(log, "wb") as stream:
+        process = subprocess.Popen(
+            command,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+            stdout=stream,
+            stderr=stream,
+        )
+    end = time.monotonic() + 100
+    while not list(saved.glob("step-*")):
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert len(in_session(process.pid)) > 2
+    if killed:
+        process.kill()
+        process.wait(60)
+    else:
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(60) == 0, log.read_text()
+        record = read_port(max(saved.glob("step-*"))).training
+        assert record is not None
+        assert f"step {record['step']}: stopped" in log.read_text()
+    end = time.monotonic() + 30
+    while in_session(process.pid):
+        assert time.monotonic() < end
+        time.sleep(0.05)

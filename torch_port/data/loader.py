@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import signal
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +178,12 @@ class FeatureLoader:
             # Not forked from this process, whose threads may hold locks.
             context = get_context("forkserver")
             context.set_forkserver_preload(["torch_port.data.loader"])
-            ahead = {"multiprocessing_context": context, "prefetch_factor": self.prefetch}
+            _start_server()
+            ahead = {
+                "multiprocessing_context": context,
+                "prefetch_factor": self.prefetch,
+                "worker_init_fn": _stand_alone,
+            }
         loader = DataLoader(
             reader,
             sampler=_Endless(plans),
@@ -200,6 +208,38 @@ class FeatureLoader:
                 f"a process that reads features ended ({why}); lower the "
                 "loader's workers or prefetch, or give more memory or /dev/shm"
             ) from None
+
+
+def _start_server() -> None:
+    """Start the process that readers are forked from, deaf to SIGTERM.
+
+    torchrun signals a rank's whole process group, and a terminal its own: a run that is to save and
+    stop would lose its readers, and end with that error instead. The server ends with this process.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return  # signals are the main thread's
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what is ignored stays so in a child
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+
+
+def _stand_alone(_: int) -> None:
+    """Take a reader out of the group that is signalled, and let it end with the training process.
+
+    torch's own watch looks at the server, which stays as long as a reader does.
+    """
+    os.setpgrp()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 @dataclass(frozen=True)
