@@ -144,7 +144,7 @@ def _next(
 def show_frontier(found: list[Longest], console: Console) -> None:
     """Print the frontier: a row for each setting, a column for each vocabulary."""
     vocabularies = list(dict.fromkeys(item.vocabulary for item in found))
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("cards", justify="right")
     table.add_column("recompute")
     for vocabulary in vocabularies:
@@ -155,9 +155,10 @@ def show_frontier(found: list[Longest], console: Console) -> None:
     for (cards, recompute), cells in rows.items():
         table.add_row(f"{cards}, fsdp" if cards > 1 else "1", recompute, *cells)
     console.print(table)
+    ratio = next((item.length / item.anchors for item in found if item.anchors), 0)
     console.print(
-        f"The longest samples that fit with their anchors, S / N, to {STEP} tokens, and their peak "
-        "in GiB. ≥: longer ones were not looked at.",
+        f"The longest samples that fit, in tokens, to {STEP}, and their peak in GiB; an anchor to "
+        f"{ratio:.3g} tokens. ≥: longer ones were not looked at.",
         highlight=False,
     )
 
@@ -166,7 +167,7 @@ def _cell(item: Longest) -> str:
     peak = f"{item.peak / 2**30:.1f}"
     if not item.length:
         return f"none ({peak})"
-    return f"{'≥ ' if item.bounded else ''}{item.length} / {item.anchors} ({peak})"
+    return f"{'≥ ' if item.bounded else ''}{item.length} ({peak})"
 
 
 def write_frontier(

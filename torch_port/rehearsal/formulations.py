@@ -79,21 +79,20 @@ def show_table(run: RunConfig, config: Any, hbm_bytes: int, console: Console) ->
 
 
 def _printed(rehearsed: list[tuple[Case, Rehearsal]], config: Any) -> Table:
+    """Lay out the rows; 80 columns hold them."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("formulation", "K", "S / N", "recompute", "peak GiB", "fits", "at the peak"):
+    for name in ("formulation", "K", "S / N", "recompute", "peak GiB", "fits", "reached in"):
         right = name in ("K", "S / N", "peak GiB")
         table.add_column(name, justify="right" if right else "left", no_wrap=True)
     for case, rehearsal in rehearsed:
         memory = rehearsal.memory
-        first = next(iter(sorted(memory.by_category.items(), key=lambda item: -item[1])))
-        fits = ("yes", "green") if rehearsal.fits else ("no", "bold red")
         table.add_row(
-            "the field's" if case.field else "this project's",
+            "field's" if case.field else "this project's",
             f"{case.vocabulary or config.vocab_size}",
             f"{case.length} / {case.anchors}",
             case.recompute,
             f"{memory.peak / 2**30:.1f}",
-            Text(*fits),
-            f"{memory.phase.split(': ')[-1]}; {first[0]} {first[1] / 2**30:.1f}",
+            Text("yes", "green") if rehearsal.fits else Text("no", "bold red"),
+            memory.phase.split(": ")[-1],
         )
     return table
