@@ -12,9 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dflash_toys import dflash_hf
+from eagle3_toys import SIZES as EAGLE3
 from rehearsal_toys import K, line_of, rehearsed, toy_config, toy_run, wrong
 from torch import Tensor
 
+from torch_port.config import DraftConfig
+from torch_port.config_eagle3 import Eagle3Config
 from torch_port.errors import UserError
 from torch_port.models import backbone, block_draft
 from torch_port.models.backbone import MLP, Attention
@@ -22,7 +26,9 @@ from torch_port.models.block_draft import BlockDraft
 from torch_port.models.dspark import DSparkDraft
 from torch_port.objective import fused_batch
 from torch_port.objective.fused_batch import fused_objective
-from torch_port.rehearsal.rehearse import Rehearsal
+from torch_port.rehearsal.rehearse import Rehearsal, rehearse
+from torch_port.rehearsal.report import Looks
+from torch_port.run import resolve
 from torch_port.training import step as training
 from torch_port.training.step import training_step
 
@@ -238,3 +244,21 @@ def test_a_clean_run_has_no_finding(
     (sync,) = (f for f in rehearsal.findings if f.kind == "sync")
     assert sync.where == line_of(training_step, ".tolist()")
     assert sync.count == 2  # steps
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "config", "objective"),
+    [
+        ("dflash", DraftConfig.from_hf(dflash_hf()), {"loss_decay_gamma": 4.0}),
+        ("eagle3", Eagle3Config(**EAGLE3), {}),
+    ],
+)
+def test_the_other_families_have_no_finding(algorithm: str, config: Any, objective: dict) -> None:
+    """Faults: numbers copied from the host in every step; a comparison that ends the rehearsal."""
+    values = toy_run().model_dump() | {"algorithm": algorithm, "objective": objective}
+    looks = Looks.at("npu")
+    rehearsal = rehearse(resolve(values), config=config, observers=looks.observers())
+    assert wrong(rehearsal) == []
+    parts = looks.flops.by_part()
+    assert all(parts[part].products for part in ("attention", "feed-forward", "objective"))
+    assert "other" not in parts or not parts["other"].products

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -165,8 +166,15 @@ def whole_eagle3_loss(
 def _loss(
     ce_J: Tensor, denominators: Eagle3Denominators, objective: Eagle3Objective, ranks: int
 ) -> Tensor:
-    weight_J = ce_J.new_tensor([objective.step_decay**i for i in range(objective.steps)])
+    weight_J = step_weights(objective.step_decay, objective.steps, ce_J.dtype, ce_J.device)
     return ranks * (weight_J * ce_J).sum() / denominators.positions
+
+
+@lru_cache(maxsize=16)
+def step_weights(decay: float, steps: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return decay^i of every training-time-test step, kept on the device between steps."""
+    with torch.inference_mode(False):  # training may need them next
+        return torch.tensor([decay**i for i in range(steps)], dtype=dtype, device=device)
 
 
 def eagle3_terms(

@@ -35,6 +35,7 @@ PARTS = (
     ("torch_port/models/backbone.py", "", "norms"),
     ("torch_port/models/blockwise.py", "", "attention"),
     ("torch_port/models/attention.py", "", "attention"),
+    ("torch_port/models/training_time_test.py", "", "attention"),
     ("torch_port/models/eagle3.py", "", "projections"),
     ("torch_port/models/heads.py", "", "heads"),
     ("torch_port/models/block_draft.py", "BlockDraft.logits", "objective"),

@@ -20,7 +20,7 @@ from torch_port.rehearsal.operators import COMMUNICATION, Findings, in_step, sho
 from torch_port.rehearsal.trace import ROOT, Finding, OperatorCall
 from torch_port.training.step import training_step
 
-_ONCE = ("host tensor", "upload")  # what a first step may do for all later ones
+_ONCE = ("host tensor", "upload", "sync")  # what a first step may do for all later ones
 _CONSTANT = "aten::lift_fresh.default"  # torch.tensor's: the copy to the device follows
 _COPIES = ("aten::_to_copy.default", "aten::copy_.default")
 # Their answer is a Python number, or they compare values to give one.

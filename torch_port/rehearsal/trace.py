@@ -158,6 +158,8 @@ class Trace(TorchDispatchMode):
     def _run(self, call: OperatorCall) -> Any:
         if call.name == "aten::_local_scalar_dense.default":
             return _some_value(call.args[0].dtype)
+        if call.name == "aten::equal.default":  # asked by checks, which pass
+            return True
         try:
             return self._shortcuts.run(call.func, call.args, call.kwargs)
         except FakeTensorDeviceMismatchError:

@@ -20,6 +20,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from torch_port.blocks import decay_weights
 from torch_port.errors import UserError
 from torch_port.models.attention import rotary_tables
+from torch_port.objective.eagle3 import step_weights
 from torch_port.rehearsal.kernels import stand_in_torch_npu
 
 
@@ -46,7 +47,7 @@ def virtual_device(kind: str) -> Iterator[torch.device]:
 @contextmanager
 def _fresh_caches() -> Iterator[None]:
     """Empty what keeps tensors beyond a call: fake ones must not meet those of another mode."""
-    caches = (rotary_tables, decay_weights)
+    caches = (rotary_tables, decay_weights, step_weights)
     for cache in caches:
         cache.cache_clear()
     try:
