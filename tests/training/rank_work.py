@@ -33,7 +33,13 @@ from torch_port.device import NPU, use_kernels
 from torch_port.evaluation import evaluate
 from torch_port.run_sections import DistributionSection
 from torch_port.training import distribution
-from torch_port.training.distribution import BUCKET_BYTES, Ranks, distribute, joined
+from torch_port.training.distribution import (
+    BUCKET_BYTES,
+    Ranks,
+    distribute,
+    joined,
+    step_collectives,
+)
 from torch_port.training.optimizer import MasterAdamW
 from torch_port.training.shards import is_sharded, local
 from torch_port.training.step import training_step
@@ -95,9 +101,7 @@ def equality(
     losses = {}
 
     def look(step: int) -> None:
-        if (
-            looks and step % 5 == 0
-        ):  # weights that an evaluation gathered must not outlive the next step
+        if looks and step % 5 == 0:  # gathered weights must not outlive the next step
             losses[step] = evaluate(model, batches, frozen(dtype), case.objective)["loss"]
 
     optimizer = train(model, case, ranks.rank, ranks.world_size, dtype, each=look)
@@ -106,6 +110,7 @@ def equality(
         "weights": weights(model),
         "losses": losses,
         "collectives": collectives.seen,
+        "told": step_collectives(model, replace(ranks, mode=mode), len(batches)),
         "moments": {n: tuple(map(whole, pair)) for n, pair in optimizer.moments().items()},
         "elements": sum(p.numel() for p in optimizer._shards),
     }

@@ -195,6 +195,7 @@ def test_a_steps_collectives(two: Results, name: str, mode: str, dtype: torch.dt
     order that ranks do not share."""
     seen = two[0][name, mode, dtype]["collectives"]
     assert seen == two[1][name, mode, dtype]["collectives"]
+    assert two[0][name, mode, dtype]["told"] == len(seen)  # what a run's summary says
     objective = [("allreduce", "torch.float64", n) for n in DENOMINATORS[name]]
     assert seen[: len(objective)] == objective
     rest = seen[len(objective) :]

@@ -242,6 +242,24 @@ def _keep_wide(unit: nn.Module, wide: torch.dtype) -> None:
         parameter.grad_dtype = wide
 
 
+def step_collectives(draft: Any, ranks: Ranks, accumulation: int) -> int:
+    """Return how many collectives of the default group an optimizer step issues (see the table).
+
+    Arguments: a draft that was distributed; the ranks; micro-batches of a step.
+    """
+    if not dist.is_initialized():
+        return 0
+    objective = 2 if draft.algorithm == "dspark" and draft.prunes_vocabulary else 1
+    if ranks.mode == "ddp":
+        trained = [p for p in draft.parameters() if p.requires_grad]
+        return objective + (sum(1 for _ in _buckets(trained)) if ranks.world_size > 1 else 0)
+    from torch.distributed.fsdp import FSDPModule
+
+    units = sum(isinstance(module, FSDPModule) for module in draft.modules())
+    layers = len(getattr(draft, "layers", ()))
+    return objective + accumulation * (2 * units + layers) + 1
+
+
 @torch.no_grad()
 def average_gradients(draft: nn.Module) -> None:
     """Average the gradients over the ranks, after the last micro-batch; nothing on one rank.

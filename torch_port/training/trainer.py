@@ -17,7 +17,7 @@ from torch_port.training.agreement import in_agreement
 from torch_port.training.build import DTYPES, load_target, make_draft, read_draft
 from torch_port.training.checkpoint_files import step_directory
 from torch_port.training.checkpoints import CheckpointManager
-from torch_port.training.distribution import Ranks, distribute, joined
+from torch_port.training.distribution import Ranks, distribute, joined, step_collectives
 from torch_port.training.inputs import open_inputs
 from torch_port.training.metrics import MetricWindow
 from torch_port.training.optimizer import MasterAdamW
@@ -131,6 +131,7 @@ class Trainer:
                 loader,
                 mode=self.ranks.mode,
                 device=self.ranks.device,
+                collectives=step_collectives(self.draft, self.ranks, run.data.accumulation),
             )
             log.begin(about, total, loader.steps_per_epoch, self.step)
             batches = iter(loader)
