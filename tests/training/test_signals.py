@@ -116,6 +116,7 @@ def in_session(number: int) -> list[int]:
 def test_a_signal_and_the_processes_that_read(killed: bool, tmp_path: Path) -> None:
     """SIGTERM to the whole process group, as torchrun sends it; SIGKILL to the process alone.
 
+    The group's other processes get it first, and the run goes on for a while.
     Faults: readers that die of the first, and a run that ends with their error and saves nothing;
     readers that stay for ever after the second.
     """
@@ -132,16 +133,26 @@ def test_a_signal_and_the_processes_that_read(killed: bool, tmp_path: Path) -> N
             stdout=stream,
             stderr=stream,
         )
-    end = time.monotonic() + 100
-    while not list(saved.glob("step-*")):
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    assert len(in_session(process.pid)) > 2
+
+    def newest_after(step: int) -> int:
+        end = time.monotonic() + 100
+        while (newest := max((int(p.name[5:]) for p in saved.glob("step-*")), default=0)) <= step:
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        return newest
+
+    newest = newest_after(0)
+    others = [pid for pid in in_session(process.pid) if pid != process.pid]
+    assert len(others) > 1
     if killed:
         process.kill()
         process.wait(60)
     else:
+        for pid in others:
+            if os.getpgid(pid) == process.pid:
+                os.kill(pid, signal.SIGTERM)
+        newest_after(newest + 20)  # more than was read ahead
         os.killpg(process.pid, signal.SIGTERM)
         assert process.wait(60) == 0, log.read_text()
         record = read_port(max(saved.glob("step-*"))).training
