@@ -15,7 +15,7 @@ from torch_port.device import device_named
 from torch_port.errors import UserError
 from torch_port.models.backbone import MLP
 from torch_port.models.dspark import DSparkDraft
-from torch_port.rehearsal.memory import ALLOCATION, Memory, MemoryReport
+from torch_port.rehearsal.memory import Memory, MemoryReport
 from torch_port.rehearsal.rehearse import Rehearsal, rehearse
 from torch_port.rehearsal.shortcuts import Shortcuts
 from torch_port.rehearsal.trace import Finding, OperatorCall, Trace
@@ -23,6 +23,7 @@ from torch_port.rehearsal.variants import changed
 from torch_port.rehearsal.virtual import virtual_device
 from torch_port.run import RunConfig
 
+ALLOCATION = 512  # bytes: what a card's caching allocator rounds up to
 # Long enough that a step's activations count beside 512 bytes for each tensor.
 MIDDLE = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 16, "vocab_size": 600}
 TWO_LAYERS = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
