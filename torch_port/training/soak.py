@@ -33,8 +33,9 @@ from torch_port.formats.port import RUN_FILE, read_port
 from torch_port.progress import stage
 from torch_port.training.toy_run import write_toy_run
 
-STEPS, EVERY = 120, 4  # of a round, and between its checkpoints
-_MOST_SECONDS = 120.0  # of a run that nobody kills
+STEPS, EVERY = 240, 4  # of a round, and between its checkpoints
+_LIFE = 40  # steps that a run may take at most before it is killed
+_MOST_SECONDS = 600.0  # of a run that nobody kills
 _NOT_COMPARED = {"metric"}  # validation is reduced in the ranks' order of arrival
 
 
@@ -78,12 +79,9 @@ def soak(
         f"optimizer.total_steps={STEPS}",
         f"checkpoints.every={EVERY}",
     ]
-    started = time.monotonic()
     reference = directory / "reference"
-    _finish(
-        run_file, [*common, f"training.out={reference}", "checkpoints.keep_last=1000"], processes
-    )
-    whole = time.monotonic() - started
+    kept = [*common, f"training.out={reference}", "checkpoints.keep_last=1000"]
+    first, step = _timed(run_file, kept, reference, processes)
     wanted = {path.name: path for path in _complete(reference)}
     found, draw = Soaked(), random.Random(seed)
     out = directory / "soaked"
@@ -93,7 +91,7 @@ def soak(
         while found.kills < kills:
             found.resumes += newest > 0
             alive = _start(run_file, overrides, processes)
-            if _kill_within(alive, draw.uniform(0.3, 1.0) * whole, draw):
+            if _kill_within(alive, draw.uniform(0.7 * first, first + _LIFE * step), draw):
                 found.kills += 1
             before = newest
             newest = _check(out, wanted, found, checked)
@@ -109,6 +107,19 @@ def soak(
         _check(out, wanted, found, checked)
         found.rounds += 1
     return found
+
+
+def _timed(
+    run_file: Path, overrides: Sequence[str], out: Path, processes: int
+) -> tuple[float, float]:
+    """Run without a kill; return the seconds until its first checkpoint is there, and of a step."""
+    began = time.monotonic()
+    alive = _start(run_file, overrides, processes)
+    while not _complete(out) and alive[0].exitcode is None:
+        time.sleep(0.01)
+    first = time.monotonic() - began
+    _join(alive)
+    return first, (time.monotonic() - began - first) / (STEPS - EVERY)
 
 
 def _complete(out: Path) -> list[Path]:
@@ -168,11 +179,14 @@ def _record(checkpoint: Path) -> dict[str, Any]:
 
 def _finish(run_file: Path, overrides: Sequence[str], processes: int) -> None:
     """Run without a kill. Raises UserError when that fails."""
-    alive = _start(run_file, overrides, processes)
+    _join(_start(run_file, overrides, processes))
+
+
+def _join(alive: Sequence[BaseProcess]) -> None:
     for process in alive:
         process.join(_MOST_SECONDS)
     codes = [process.exitcode for process in alive]
-    if any(codes):
+    if any(code != 0 for code in codes):
         for process in alive:
             process.kill()
         raise UserError(f"a run that nobody killed ended with exit codes {codes}")
@@ -196,7 +210,8 @@ def _kill_within(alive: Sequence[BaseProcess], seconds: float, draw: random.Rand
 def _start(run_file: Path, overrides: Sequence[str], processes: int) -> list[BaseProcess]:
     """Start the ranks, each a process of its own. Imports are made once, in a server."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["torch_port.training.trainer"])
+    # torch._dynamo: FSDP2 imports it when it is used, 1.2 s of every start.
+    context.set_forkserver_preload(["torch_port.training.trainer", "torch._dynamo"])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -225,4 +240,6 @@ def _train(run_file: Path, overrides: list[str], place: dict[str, int]) -> None:
     except UserError as error:
         status = 2
         print(f"rank {place.get('RANK', 0)}: {error}", flush=True)
+    except RuntimeError:
+        status = 1  # of a collective whose other end was killed
     os._exit(status)  # torch's own threads can abort a process that cleans up
