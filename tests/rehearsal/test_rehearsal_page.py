@@ -13,7 +13,7 @@ from rich.console import Console
 from torch_port.drawing.areas import HEIGHT, LEFT, TOP, WIDTH, Layer, Limit, Span, stacked_chart
 from torch_port.drawing.svg import Axis
 from torch_port.rehearsal.memory import CATEGORIES, Held, MemoryReport, Point
-from torch_port.rehearsal.page import page, write_page
+from torch_port.rehearsal.page import _spans, page, write_page
 from torch_port.rehearsal.printing import show, tera, verdict_lines
 from torch_port.rehearsal.rehearse import Rehearsal
 from torch_port.rehearsal.report import Looks, passes, report_of
@@ -144,6 +144,19 @@ def test_the_page_shows_the_cards_line_only_where_it_can_be_seen() -> None:
     """Fault: a toy's memory drawn as a flat line below a card's 64 GiB."""
     assert 'class="limit"' in page(a_report(40.0))
     assert 'class="limit"' not in page(a_report(0.5))
+
+
+def test_a_phase_is_drawn_once() -> None:
+    """Fault: with sharding, a stretch of “set-up” in the middle of each forward pass."""
+    phases = ["set-up", "step 1: forward", "set-up", "step 1: forward", "step 1: backward"]
+    points = [{"phase": phase, "operator": n} for n, phase in enumerate(phases)]
+    spans = _spans(points, {"set-up": GiB})
+    assert [(span.name, span.start, span.stop) for span in spans] == [
+        ("set-up", 0, 1),
+        ("step 1: forward", 1, 4),
+        ("step 1: backward", 4, 4),
+    ]
+    assert spans[0].note == "(peak 1.00 GiB)"
 
 
 # --- The chart -----------------------------------------------------------------------------------

@@ -159,10 +159,15 @@ def timeline(report: Mapping[str, Any]) -> str:
 
 
 def _spans(points: Sequence[Mapping[str, Any]], peaks: Mapping[str, int]) -> list[Span]:
-    """Put points of one phase together; its note is the phase's peak."""
+    """Put points of one phase together; its note is the phase's peak.
+
+    A phase that was left does not come back: sharding fills places that were made in the set-up.
+    """
     spans: list[Span] = []
     for point in points:
         phase, x = point["phase"], float(point["operator"])
+        if any(span.name == phase for span in spans):
+            phase = spans[-1].name
         if spans and spans[-1].name == phase:
             spans[-1] = Span(spans[-1].start, x, phase, spans[-1].note)
         else:
