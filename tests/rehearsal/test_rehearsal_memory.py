@@ -222,7 +222,10 @@ def test_fsdp_holds_its_share(ranks: int) -> None:
     state = whole.by_category["optimizer state"]
     # What does not divide is padded, and every tensor is rounded up.
     assert shared.by_category["optimizer state"] == pytest.approx(state / ranks, rel=0.1)
-    assert shared.persistent < whole.persistent
+    # Between steps no unit is whole: its storage is emptied, which no operator says.
+    kept = shared.persistent - shared.by_category["optimizer state"]
+    kept -= shared.by_category["frozen target tensors"]
+    assert kept < 0.75 * whole.by_category["parameters"]
 
 
 def test_offloaded_state_is_in_host_memory() -> None:
