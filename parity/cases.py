@@ -32,7 +32,8 @@ class Case:
     expect: dict[str, Any]
     tensors: dict[str, Array]
     extra: dict[str, Any]
-    # How the port computes, as settings of its ComputeConfig; said by who runs the case.
+    # How the port computes, as settings of its ComputeConfig (and `small_sizes`); said by who runs
+    # the case.
     compute: Mapping[str, Any] = field(default_factory=dict)
 
     def group(self, prefix: str) -> dict[str, Array]:

@@ -16,14 +16,17 @@ import numpy as np
 from parity.cases import Array, Case
 from parity.draw import draw_recipe
 from parity.recipes import B, N, Recipe, S, V
+from parity.small_sizes import SIZES, SMALL
 
 # How the port computes: every form must say the same, so the cases take turns.
-COMPUTE = (
+COMPUTE: tuple[dict[str, Any], ...] = (
     {"objective": "fused", "attention": "blockwise"},
     {"objective": "plain", "attention": "dense"},
     {"objective": "fused", "attention": "dense"},
     {"objective": "plain", "attention": "blockwise"},
 )
+# The same again with the port's pieces cut small, so that there are several of each.
+COMPUTE += tuple(form | {SIZES: SMALL, "objective_buffer_mib": 1e-3} for form in COMPUTE)
 _ALPHAS = ((0.1, 0.9, 1.0), (1.0, 0.0, 0.0), (0.0, 1.0, 0.5), (0.5, 0.25, 2.0))
 
 

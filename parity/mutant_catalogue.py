@@ -1,7 +1,8 @@
 """The catalogue of faults for `parity mutants`: what a mutant is, and where the lists are.
 
 The faults of the specification are in `mutant_catalogue_spec`, those of the port in
-`mutant_catalogue_port` and `mutant_catalogue_port_runs`. A mutant that survives stays.
+`mutant_catalogue_port` and `mutant_catalogue_port_runs`; `mutant_catalogue_reviewed` has those that
+reviewers planted on either side. A mutant that survives stays.
 """
 
 from __future__ import annotations
@@ -69,10 +70,11 @@ def catalogue() -> tuple[Mutant, ...]:
     """Return all mutants, the specification's first."""
     from parity.mutant_catalogue_port import PORT
     from parity.mutant_catalogue_port_runs import PORT_RUNS
+    from parity.mutant_catalogue_reviewed import REVIEWED
     from parity.mutant_catalogue_spec import SPEC
     from parity.mutant_catalogue_spec_runs import SPEC_RUNS
 
-    return (*SPEC, *SPEC_RUNS, *PORT, *PORT_RUNS)
+    return (*SPEC, *SPEC_RUNS, *PORT, *PORT_RUNS, *REVIEWED)
 
 
 def markdown(mutants: tuple[Mutant, ...]) -> str:

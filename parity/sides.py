@@ -15,6 +15,7 @@ import numpy as np
 
 from parity.cases import Array, Case, as_dtype
 from parity.names import BUFFERS, to_flax, to_torch
+from parity.small_sizes import settings_of, sizes_of
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ def run_port(case: Case, dtype: str, answer: Callable[[Case, str], Answer] | Non
     from torch_port.errors import NotBuiltError, UserError
 
     try:
-        return (answer or port_answer)(case, dtype)
+        with sizes_of(case.compute):
+            return (answer or port_answer)(case, dtype)
     except NotBuiltError as error:
         return Answer(error=str(error), failure="not built")
     except UserError as error:
@@ -126,7 +128,9 @@ def port_draft(case: Case, dtype: str) -> tuple[Any, Any]:
     from torch_port.objective.families import FAMILIES
 
     config = DraftConfig.from_hf(case.config)
-    draft: Any = FAMILIES[config.projector_type].draft(config, ComputeConfig(**case.compute))
+    draft: Any = FAMILIES[config.projector_type].draft(
+        config, ComputeConfig(**settings_of(case.compute))
+    )
     weights = {name: torch.from_numpy(value) for name, value in case.group("weights").items()}
     draft.load_state_dict(weights)
     draft.to(getattr(torch, dtype))

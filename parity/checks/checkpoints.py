@@ -18,6 +18,7 @@ import numpy as np
 
 from parity.cases import Array, Case, as_dtype
 from parity.checks.base import Check, CheckResult, Measured, Plan, record
+from parity.checks.continued import STATE_RUN, compare_continued, state_case
 from parity.compare import relative_error
 from parity.configurations import BY_NAME
 from parity.sides import Answer, port_answer, run_port, run_spec, spec_batch
@@ -41,6 +42,8 @@ def run_checkpoints(plan: Plan) -> CheckResult:
         case = replace(drawn, extra={NAME: [list(pair) for pair in pairs]})
         record({NAME: result}, configuration.name, case, compare_conversions(case))
         plan.progress(done, len(chosen))
+    if plan.wants(STATE_RUN):
+        record({NAME: result}, STATE_RUN, None, compare_continued(state_case(plan.seed), NAME))
     result.seconds = time.process_time() - started
     return result
 
@@ -62,9 +65,38 @@ def compare_conversions(case: Case) -> list[Measured]:
             if a == "hf" and b != "hf":
                 continue  # done above
             measured += _convert(held[a], where / f"{a}-{b}", b, target, case, f"{a} to {b}")
+        measured += _layers_written(held, case)
         if (where / "orbax").is_dir():
             measured += _evaluate(where / "orbax", case)
     return measured
+
+
+def _layers_written(held: dict[str, Path], case: Case) -> list[Measured]:
+    """The captured layers as the files say them: a reader that undoes a writer's fault hides it.
+
+    Contracts §4: speculators counts from the embedding, i + 1; hf and deepspec say layer i.
+    """
+    own = list(case.config["dflash_config"]["target_layer_ids"])
+    measured = []
+    for name, key, wanted in (
+        ("hf", "target_layer_ids", own),
+        ("deepspec", "target_layer_ids", own),
+        ("speculators", "aux_hidden_state_layer_ids", [layer + 1 for layer in own]),
+    ):
+        if name in held and (held[name] / "config.json").is_file():
+            found = _found(json.loads((held[name] / "config.json").read_text()), key)
+            error = 0.0 if found == wanted else float("inf")
+            measured.append(Measured(NAME, f"{name}: {key} as it is written", error, EXACT))
+    return measured
+
+
+def _found(config: Any, key: str) -> Any:
+    """A key's value, wherever in a config it stands."""
+    if not isinstance(config, dict):
+        return None
+    if key in config:
+        return config[key]
+    return next((v for v in (_found(inner, key) for inner in config.values()) if v), None)
 
 
 def _write_hf(directory: Path, case: Case) -> Path:
@@ -187,12 +219,14 @@ def _spec_of_orbax(directory: Path, case: Case, dtype: str) -> Answer:
 CHECK = Check(
     NAME,
     "drafts between hf, deepspec, speculators, port and orbax, every ordered pair: each tensor bit "
-    "for bit, the config; the specification evaluates what it reads from orbax",
+    "for bit, the config, captured layers as they are written; the specification evaluates what it "
+    "reads from orbax, and goes on with a run of which the port skipped steps",
     ("§2", "§6"),
     run_checkpoints,
     (
-        "training state, bf16 weights, sharded and damaged files: the formats' own tests have them",
+        "bf16 weights, runs from orbax to the port, sharded and damaged files: the formats' own "
+        "tests have them",
         "EAGLE3's formats",
-        "what the field's own readers make of the files",
+        "what the field's own readers make of the files, but for the numbers of captured layers",
     ),
 )

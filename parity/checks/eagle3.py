@@ -14,6 +14,7 @@ import numpy as np
 from parity.cases import Array, Case, as_dtype
 from parity.names import BUFFERS, EAGLE3_TABLE, to_flax, to_torch
 from parity.sides import Answer, port_batch
+from parity.small_sizes import settings_of
 
 # Fields of the schema with one value, which the port's config does not have.
 _FIXED = (
@@ -120,7 +121,7 @@ def port_eagle3_draft(case: Case, dtype: str) -> tuple[Any, Any]:
     flat["draft_vocab_size"] = flat.get("draft_vocab_size") or flat["vocab_size"]
     captured = flat.pop("eagle_config")["eagle_aux_hidden_state_layer_ids"]
     config = Eagle3Config(**flat, target_layer_ids=tuple(captured))
-    draft = Eagle3Draft(config, ComputeConfig(**case.compute))
+    draft = Eagle3Draft(config, ComputeConfig(**settings_of(case.compute)))
     weights = {name: torch.from_numpy(value) for name, value in case.group("weights").items()}
     embedding = torch.from_numpy(case.tensors["target/embed_tokens.weight"])
     draft.load_state_dict(weights | {"embed_tokens.weight": embedding})

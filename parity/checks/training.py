@@ -303,6 +303,11 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "dflash-pruned": ("dflash-pruned", {}),
     "dpace-both": ("dpace-both", {}),
     "eagle3-pruned": ("eagle3-pruned", {}),
+    # As the next, in the spec's own step, whose state a skipped step must leave as it was.
+    "pruned-vanilla, spikes": (
+        "pruned-vanilla",
+        {"spike_multiple": 1.07, "peak_rate": 1e-4, "final_rate": 0.0, "max_grad_norm": 12.0},
+    ),
     # A norm that is 1.3 times the mean is a spike here, at a rate so small that norms do not just
     # fall: 5 of 12 steps are skipped, and a guard that learns from spikes skips others. Norms stand
     # on both sides of the clip.
