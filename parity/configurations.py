@@ -26,7 +26,7 @@ COMPUTE: tuple[dict[str, Any], ...] = (
     {"objective": "plain", "attention": "blockwise"},
 )
 # The same again with the port's pieces cut small, so that there are several of each.
-COMPUTE += tuple(form | {SIZES: SMALL, "objective_buffer_mib": 1e-3} for form in COMPUTE)
+COMPUTE += tuple(form | {SIZES: SMALL, "objective_buffer_mib": 2e-3} for form in COMPUTE)
 _ALPHAS = ((0.1, 0.9, 1.0), (1.0, 0.0, 0.0), (0.0, 1.0, 0.5), (0.5, 0.25, 2.0))
 
 

@@ -16,7 +16,14 @@ from parity.checks.base import Measured
 from parity.checks.training import drawn_run, step_batches
 from parity.compare import relative_error
 from parity.names import to_torch
-from parity.sides import port_batch, port_draft, port_objective, spec_batch, spec_draft
+from parity.sides import (
+    port_batch,
+    port_draft,
+    port_objective,
+    setup_jax,
+    spec_batch,
+    spec_draft,
+)
 from parity.tolerances import EXACT, TRAINING
 
 STATE_RUN = "a run with skipped steps"
@@ -41,6 +48,7 @@ def state_case(seed: int) -> Case:
 
 def compare_continued(case: Case, name: str) -> list[Measured]:
     """Train in torch, save, convert to orbax, go on in JAX: beside a torch run that goes on."""
+    setup_jax()
     port = _Port(case)
     for step in range(1, TURN + 1):
         port.step(step)
