@@ -204,10 +204,21 @@ def attention_chunk_grad(
 
 
 def fused_adamw(
-    groups: list[dict[str, Any]], betas: tuple[float, float], eps: float, device: torch.device
+    groups: list[dict[str, Any]],
+    betas: tuple[float, float],
+    eps: float,
+    device: torch.device,
+    lean: bool = False,
 ) -> AdamW:
-    """Return AdamW over parameter groups of `params` (masters on `device`) and `weight_decay`."""
-    return kernels_for(device).fused_adamw(groups, betas, eps)
+    """Return AdamW over parameter groups of `params` (masters on `device`) and `weight_decay`.
+
+    `lean`: on an NPU, torch's fused kernel (aten::_fused_adamw_, which torch_npu registers) in
+    place of NpuFusedAdamW, whose buffers and temporaries are the masters' memory several times.
+    """
+    kernels = kernels_for(device)
+    if lean and kernels is NPU:
+        return portable.LeanAdamW(groups, betas, eps)
+    return kernels.fused_adamw(groups, betas, eps)
 
 
 # --- The NPU's kernels ---------------------------------------------------------------------------

@@ -127,9 +127,22 @@ class TorchAdamW:
             master.grad = None
 
     def restore(self, master: Tensor, first: Tensor, second: Tensor, updates: int) -> None:
-        """Take over a master's moments."""
+        """Take over a master's moments, before the first step."""
         self._adamw.state[master] = {  # laid out like the master
             "step": self._count(updates),
             "exp_avg": torch.empty_like(master).copy_(first),
             "exp_avg_sq": torch.empty_like(master).copy_(second),
         }
+
+
+class LeanAdamW(TorchAdamW):
+    """torch's fused kernel: one pass over each master, without temporaries of the masters' size."""
+
+    def _optimizer(self, *groups: Any, **settings: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(*groups, **settings, fused=True)
+
+    def restore(self, master: Tensor, first: Tensor, second: Tensor, updates: int) -> None:
+        """Take over a master's moments; the fused kernel counts on the master's device."""
+        super().restore(master, first, second, updates)
+        state = self._adamw.state[master]
+        state["step"] = state["step"].to(master.device)

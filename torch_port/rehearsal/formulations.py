@@ -27,13 +27,14 @@ PRUNED = 64000
 
 @dataclass(frozen=True)
 class Case:
-    """One row: the formulation, K (None: all of V), S, N and what is computed again."""
+    """One row: the formulation, K (None: all of V), S, N, `compute.recompute` and `.adamw`."""
 
     field: bool
     vocabulary: int | None
     length: int
     anchors: int
     recompute: str
+    adamw: str = "npu"
 
 
 CASES = (
@@ -44,6 +45,7 @@ CASES = (
     Case(False, None, 4096, 1024, "mlp"),
     Case(False, PRUNED, 8192, 2048, "mlp"),
     Case(False, PRUNED, 16384, 4096, "layer"),
+    Case(False, PRUNED, 16384, 4096, "layer", "torch"),
 )
 
 
@@ -53,7 +55,7 @@ def rehearse_case(case: Case, run: RunConfig, config: Any, hbm_bytes: int) -> Re
     run = with_length(run, case.length, case.anchors)
     run = changed(run, "distribution", mode="single")
     form = {"objective": "plain", "attention": "dense"} if case.field else {}
-    run = changed(run, "compute", recompute=case.recompute, **form)
+    run = changed(run, "compute", recompute=case.recompute, adamw=case.adamw, **form)
     settings: dict[str, Any] = {"config": config, "hbm_bytes": hbm_bytes, "coarse": True}
     if not case.field:
         return rehearse(run, **settings)
@@ -81,16 +83,17 @@ def show_table(run: RunConfig, config: Any, hbm_bytes: int, console: Console) ->
 def _printed(rehearsed: list[tuple[Case, Rehearsal]], config: Any) -> Table:
     """Lay out the rows; 80 columns hold them."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("formulation", "K", "S / N", "recompute", "peak GiB", "fits", "reached in"):
+    for name in ("formulation", "K", "S / N", "recompute", "adamw", "peak GiB", "fits", "peak in"):
         right = name in ("K", "S / N", "peak GiB")
         table.add_column(name, justify="right" if right else "left", no_wrap=True)
     for case, rehearsal in rehearsed:
         memory = rehearsal.memory
         table.add_row(
-            "field's" if case.field else "this project's",
+            "field's" if case.field else "ours",
             f"{case.vocabulary or config.vocab_size}",
             f"{case.length} / {case.anchors}",
             case.recompute,
+            "torch" if case.field else case.adamw,
             f"{memory.peak / 2**30:.1f}",
             Text("yes", "green") if rehearsal.fits else Text("no", "bold red"),
             memory.phase.split(": ")[-1],

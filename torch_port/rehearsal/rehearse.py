@@ -188,7 +188,8 @@ def _build(run: RunConfig, config: Any, place: torch.device, ranks: Ranks) -> _P
             draft._vocabulary().pruned_P = torch.zeros(pruned, dtype=torch.int64)
     draft = distribute(draft, ranks)
     offload = run.distribution.offload_optimizer
-    optimizer = MasterAdamW(draft.named_parameters(), run.optimizer, offload=offload)
+    lean = run.compute.adamw == "torch"
+    optimizer = MasterAdamW(draft.named_parameters(), run.optimizer, offload=offload, lean=lean)
     return _Parts(draft, target, optimizer, place, dtype)
 
 

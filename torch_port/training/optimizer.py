@@ -57,7 +57,8 @@ class MasterAdamW:
 
     With `offload` masters and moments are in host memory, 12 bytes a parameter, and the update runs
     there: gradients cross to the host, which waits for them once more per step, and weights come
-    back. It moves no number in float32 on the CPU. `guard_mode` is the spike guard's.
+    back. It moves no number in float32 on the CPU. `guard_mode` is the spike guard's. `lean` is
+    `compute.adamw: torch`: on an NPU, the kernel that needs less memory.
 
     `masters` and `moments()` are spread over ranks as the parameters are.
     """
@@ -69,6 +70,7 @@ class MasterAdamW:
         *,
         offload: bool = False,
         guard_mode: GuardMode = "skip",
+        lean: bool = False,
     ) -> None:
         self.config = config
         self.guard = SpikeGuard(config.spike_multiple, guard_mode)
@@ -98,6 +100,7 @@ class MasterAdamW:
             config.betas,
             config.eps,
             self.masters[0].device,
+            lean,
         )
 
     def gradient_norm(self) -> Tensor:

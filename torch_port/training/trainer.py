@@ -74,6 +74,7 @@ class Trainer:
             run.optimizer,
             offload=run.distribution.offload_optimizer,
             guard_mode=run.training.spike_guard,
+            lean=run.compute.adamw == "torch",
         )
         self.checkpoints = CheckpointManager(self.out / "checkpoints", run.checkpoints, ranks)
         self._told: int | None = None  # the checkpoint that was last said to be complete
