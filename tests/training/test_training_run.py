@@ -45,6 +45,12 @@ def weights(out: Path, step: int) -> dict[str, torch.Tensor]:
     }
 
 
+def record(out: Path, step: int) -> dict[str, Any]:
+    text = (out / "checkpoints" / f"step-{step:08d}" / "run.json").read_text()
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
 def losses(out: Path) -> dict[int, float]:
     return {r["step"]: r["loss"] for r in read_log(out / "log.jsonl", "train")}
 
@@ -60,6 +66,8 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_was_not(toy: Path, tmp_path: Pa
     one, other = weights(tmp_path / "whole", 12), weights(tmp_path / "cut", 12)
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
+    # Position in the data, schedule, guard, random states: all that is no tensor.
+    assert record(tmp_path / "whole", 12) == record(tmp_path / "cut", 12)
     rates = [r["rate"] for r in read_log(tmp_path / "cut" / "log.jsonl", "train")]
     assert rates[:4] == pytest.approx([2.5e-3, 5e-3, 7.5e-3, 1e-2])  # peak 1e-2, warm-up of 4
     assert rates[6] < rates[5] < rates[4] < 1e-2

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from torch_port.data.batch import Batch
@@ -55,6 +56,7 @@ class Trainer:
         run = loaded.config
         self.run, self.ranks, self.console = run, ranks, console
         self.out = Path(run.training.out)
+        torch.manual_seed(run.training.seed + ranks.rank)
         with in_agreement(ranks.checkpoint_group):
             config = read_draft(run)
             self.target = load_target(run, config, ranks.device)
