@@ -54,7 +54,27 @@ def compare_rounding(seed: int) -> list[Measured]:
         # 7 rows at a time: the running maximum moves.
         _whole("the normaliser", log_normalizer(states, head, 7), logits.logsumexp(-1)),
         _whole("the gradient of a W1 row read 1000 times", table.grad[0], share.double().sum(0)),
+        *_rotary(),
         *_attention(drawn),
+    ]
+
+
+def _rotary() -> list[Measured]:
+    """bf16 tables at the positions of long samples: angles of thousands must not be rounded."""
+    import torch
+
+    from torch_port.models.attention import rotary_tables
+
+    S, D, theta = 4096, 64, 1e4
+    tables = rotary_tables(S, D, theta, torch.bfloat16, torch.device("cpu"))
+    half = np.outer(np.arange(S), 1 / theta ** (np.arange(0, D, 2) / D))
+    angle = np.concatenate([half, half], axis=1)
+    # Numbers below 1 have a unit in the last place of 2⁻⁸, and are off by half of it.
+    return [
+        Measured(NAME, what, float(np.abs(_array(table) - exact).max()), 1.01 * 2.0**-9)
+        for what, table, exact in zip(
+            ("rotary cosines", "rotary sines"), tables, (np.cos(angle), np.sin(angle)), strict=True
+        )
     ]
 
 

@@ -165,9 +165,10 @@ def _port_run(case: Case, batches: list[dict[str, Array]], dtype: str) -> Iterat
         objective = port_objective(case, draft)
     optimizer = MasterAdamW(draft.named_parameters(), OptimizerConfig(betas=betas, **numbers))
     for step, arrays in enumerate(batches, start=1):
-        report = training_step(
-            draft, optimizer, [port_batch(arrays, dtype)], target, objective, step
-        )
+        rows = range(len(arrays["input_ids"])) if case.extra.get(MICRO_BATCHES) else ()
+        parts = [{name: v[row : row + 1] for name, v in arrays.items()} for row in rows] or [arrays]
+        micro_batches = [port_batch(part, dtype) for part in parts]
+        report = training_step(draft, optimizer, micro_batches, target, objective, step)
         moments = optimizer.moments()
         yield AfterStep(
             report.loss,
@@ -297,9 +298,11 @@ def _spec_steps(
 
 NAME = "training"
 STEPS, FEW_STEPS = 50, 12  # the latter in a quick run, of all but one family
+MICRO_BATCHES = "micro_batches"  # of the case: the port takes each row of a batch by itself
 # What is trained: a configuration of the suite, and what its optimizer does besides.
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "pruned-vanilla": ("pruned-vanilla", {}),
+    "pruned-vanilla, micro-batches": ("pruned-vanilla", {MICRO_BATCHES: True}),
     "dflash-pruned": ("dflash-pruned", {}),
     "dpace-both": ("dpace-both", {}),
     "eagle3-pruned": ("eagle3-pruned", {}),
@@ -350,9 +353,11 @@ def run_training(plan: Plan) -> CheckResult:
             case = masters_case(plan.seed)
             record({NAME: result}, name, case, compare_masters(case), "float32")
         else:
-            base, numbers = RUNS[name]
+            base, numbers = RUNS[name][0], dict(RUNS[name][1])
+            split = numbers.pop(MICRO_BATCHES, False)
             few = plan.quick and name != "pruned-vanilla"
             case = drawn_run(base, plan.seed, FEW_STEPS if few else STEPS, **numbers)
+            case = replace(case, extra=case.extra | {MICRO_BATCHES: split})
             measured, curve = compare_runs(case)
             record({NAME: result}, name, case, measured)
             result.curves[name] = curve
@@ -384,11 +389,12 @@ def compare_runs(case: Case, dtype: str = "float64") -> tuple[list[Measured], li
 CHECK = Check(
     NAME,
     "AdamW with warm-up and cosine, clip, weight decay and spike guard over 50 steps of every "
-    "family: losses, both moments, every parameter, step by step; float32 masters of bf16 weights",
+    "family, once with each row a micro-batch: losses, both moments, every parameter, step by "
+    "step; float32 masters of bf16 weights",
     ("§8", "§11", "§14"),
     run_training,
     (
-        "real ranks (two are pretended), micro-batches, resumed runs: the port's tests have them",
+        "real ranks (two are pretended), resumed runs: the port's tests have them",
         "the draw of the anchors, which each side does with its own generator",
         "DFlash and EAGLE3 steps of the spec are composed of its parts here: it has no such step",
     ),

@@ -153,6 +153,7 @@ def _told(case: Case) -> str:
 def _asked(random: np.random.Generator, ids: int, pins: int = 0) -> dict[str, Any]:
     size = int(random.integers(max(1, pins), ids + 1))
     pinned = random.choice(ids, pins, replace=False).tolist()
+    pinned += pinned[: int(random.integers(pins + 1))]  # an id that is named twice is one
     return {"size": size, "pinned": pinned, "tokenizer_size": None}
 
 
