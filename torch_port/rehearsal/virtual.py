@@ -139,6 +139,13 @@ class _NpuModule(SimpleNamespace):
     def manual_seed_all(self, _: int) -> None:
         """Nothing draws."""
 
+    def get_rng_state(self, _: Any = None) -> torch.Tensor:
+        """Return no state; torch asks for it wherever random states are saved (`fork_rng`)."""
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def set_rng_state(self, _: Any, __: Any = None) -> None:
+        """Nothing draws."""
+
     def current_stream(self, _: Any = None) -> _Stream:
         """Return a stream."""
         return _Stream()
