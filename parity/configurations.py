@@ -1,8 +1,8 @@
 """The suite's configurations: what is compared, in a few dozen shapes that XLA compiles once each.
 
-A configuration is a recipe; every case of it has fresh contents, drawn by NumPy from (seed, name,
-number): weights, map, target, batch, anchors, masks, coefficients, and how hot the logits are. Its
-fixed edges are in `parity.edges`.
+A configuration is a recipe; every case of it has fresh contents: weights, map, target, ids and
+states come from NumPy by (seed, name, number); masks, anchors, coefficients and how hot the logits
+are from hypothesis (`parity.variations`). Its fixed edges are in `parity.edges`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import zlib
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from parity.cases import Array, Case
 from parity.draw import draw_recipe
-from parity.recipes import B, N, Recipe, S, V
+from parity.recipes import N, Recipe, V
 from parity.small_sizes import SIZES, SMALL
+from parity.variations import Variation, varied
 
 # How the port computes: every form must say the same, so the cases take turns.
 COMPUTE: tuple[dict[str, Any], ...] = (
@@ -27,7 +26,6 @@ COMPUTE: tuple[dict[str, Any], ...] = (
 )
 # The same again with the port's pieces cut small, so that there are several of each.
 COMPUTE += tuple(form | {SIZES: SMALL, "objective_buffer_mib": 2e-3} for form in COMPUTE)
-_ALPHAS = ((0.1, 0.9, 1.0), (1.0, 0.0, 0.0), (0.0, 1.0, 0.5), (0.5, 0.25, 2.0))
 
 
 @dataclass(frozen=True)
@@ -51,80 +49,26 @@ class Configuration:
         """Return "dspark", "dflash" or "eagle3"."""
         return "eagle3" if self.recipe.eagle3 is not None else self.recipe.layout
 
-    def draw(self, seed: int, number: int, calm: bool = False) -> Case:
-        """Draw case `number` of a run's seed: nothing else decides what is in it.
+    def case(self, seed: int, number: int, variation: Variation | None = None) -> Case:
+        """Make case `number` of a run's seed: weights, map, target, ids and states are its own.
 
-        `calm` leaves the logits at their ordinary size, about 2.
+        Arguments: the seed, the number, and what hypothesis drew; without it the case has the
+        recipe's own masks and anchors, and logits of about 2.
         """
         key = zlib.crc32(f"{self.name}/{seed}/{number}".encode())
-        random = np.random.default_rng([7, key])
         case = replace(draw_recipe(self.recipe, key), name=f"{self.name} #{number}")
+        blocks = 1 if self.one_anchor else N
         if self.one_anchor:
-            case = with_tensors(
-                case,
-                {
-                    name: case.tensors[name][:, :1]
-                    for name in ("batch/anchor_positions", "batch/block_keep_mask")
-                },
-            )
-        case = _vary(self, case, random, calm)
+            names = ("batch/anchor_positions", "batch/block_keep_mask")
+            case = with_tensors(case, {name: case.tensors[name][:, :1] for name in names})
+        if variation is not None:
+            case = varied(case, variation, self.family, blocks)
         return replace(case, compute=COMPUTE[number % len(COMPUTE)])
 
 
 def with_tensors(case: Case, tensors: dict[str, Array]) -> Case:
     """Return the case with some tensors replaced."""
     return replace(case, tensors=case.tensors | tensors)
-
-
-def _vary(
-    configuration: Configuration, case: Case, random: np.random.Generator, calm: bool
-) -> Case:
-    """Draw what a recipe leaves the same: masks, anchors, scales of the logits, coefficients."""
-    heat, states = (np.float32(10 ** random.uniform(*span)) for span in ((-1, 1.2), (-0.7, 0.7)))
-    if calm:
-        heat = states = np.float32(1)
-    tensors = dict(case.tensors)
-    tensors["target/lm_head.weight"] = tensors["target/lm_head.weight"] * heat
-    state = "batch/target_last_hidden_states"
-    tensors[state] = tensors[state] * states
-    tensors["batch/loss_mask"] = _mask(random)
-    if configuration.family == "eagle3":
-        name = "weights/lm_head.weight"
-        return with_tensors(case, tensors | {name: tensors[name] * heat})
-    tensors |= _anchors(tensors["batch/loss_mask"], 1 if configuration.one_anchor else N, random)
-    objective = dict(case.objective)
-    if configuration.family == "dspark":
-        ce, l1, confidence = _ALPHAS[random.integers(len(_ALPHAS))]
-        objective |= {"ce_alpha": ce, "l1_alpha": l1}
-        if objective["confidence_alpha"]:
-            objective["confidence_alpha"] = confidence
-        if objective["loss_decay_gamma"] is not None:
-            objective["loss_decay_gamma"] = float(random.uniform(0.5, 8))
-    return replace(case, tensors=tensors, objective=objective)
-
-
-def _mask(random: np.random.Generator) -> Array:
-    """Draw a loss mask with holes and padding; 0.5 is not supervised, 0.6 is."""
-    on = random.random((B, S)) < random.choice([0.3, 0.7, 0.9, 1.0])
-    for row in range(B):
-        if random.random() < 0.5:
-            on[row, S - random.integers(1, S // 2) :] = False
-    high, low = random.choice([0.6, 1.0], (B, S)), random.choice([0.0, 0.5], (B, S))
-    return np.where(on, high, low).astype(np.float32)
-
-
-def _anchors(mask: Array, blocks: int, random: np.random.Generator) -> dict[str, Array]:
-    """Draw anchors: as §3.1 has them (sorted candidates, padded by 0), or anywhere."""
-    anchors = random.integers(0, S - 1, (B, blocks))
-    keep = random.random((B, blocks)) < 0.85
-    if random.random() < 0.5:
-        on = mask > 0.5
-        anchors, keep = np.zeros((B, blocks), np.int64), np.zeros((B, blocks), bool)
-        for row in range(B):
-            found = np.flatnonzero(on[row, :-1] & on[row, 1:])
-            chosen = np.sort(random.permutation(found)[:blocks])
-            anchors[row, : len(chosen)], keep[row, : len(chosen)] = chosen, True
-    return {"batch/anchor_positions": anchors.astype(np.int64), "batch/block_keep_mask": keep}
 
 
 def _dspark(name: str, one_anchor: bool = False, **config: Any) -> Configuration:

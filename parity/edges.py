@@ -10,9 +10,12 @@ import numpy as np
 
 from parity.cases import Array, Case
 from parity.configurations import COMPUTE, Configuration, with_tensors
+from parity.exploring import drawn
 from parity.recipes import B, S, V
+from parity.variations import variations
 
 LOSS_ONLY = "loss_only"  # in a case's `extra`: at the L1's kink gradients are not compared (§8)
+_FIRST = 1_000_000  # their number, behind those of every drawn case
 _ON, _ANCHORS, _KEEP = "batch/loss_mask", "batch/anchor_positions", "batch/block_keep_mask"
 _IDS, _TEACHER = "batch/input_ids", "batch/target_last_hidden_states"
 
@@ -21,15 +24,17 @@ Edge = Callable[[Configuration, Case, np.random.Generator], Case | None]
 
 def edges(configuration: Configuration, seed: int) -> Iterator[tuple[str, Case]]:
     """Yield (name, case) of every edge that a configuration can have."""
+    strategy = variations(configuration.family)
+    varied = drawn(strategy, f"edges/{configuration.name}/{seed}", len(EDGES))
     for number, (name, make) in enumerate(EDGES.items()):
         random = np.random.default_rng([11, zlib.crc32(f"{configuration.name}/{name}".encode())])
-        drawn = configuration.draw(seed, 1_000_000 + number)
+        case = configuration.case(seed, _FIRST + number, varied[number])
         if configuration.family == "dspark":
             alphas = {"ce_alpha": 0.1, "l1_alpha": 0.9}
-            drawn = replace(drawn, objective=drawn.objective | alphas)
-        case = make(configuration, drawn, random)
-        if case is not None:
-            yield name, replace(case, name=f"{configuration.name}, {name}")
+            case = replace(case, objective=case.objective | alphas)
+        edge = make(configuration, case, random)
+        if edge is not None:
+            yield name, replace(edge, name=f"{configuration.name}, {name}")
 
 
 def _supervised(case: Case) -> Case:
@@ -206,10 +211,10 @@ def draft_ties(
     head = case.tensors["target/lm_head.weight"].copy()
     kept = case.tensors.get("weights/t2d")
     head[slice(None) if kept is None else kept] = 0
-    drawn = {n: value.astype(np.float32) for n, value in signs.items()}
+    tied = {n: value.astype(np.float32) for n, value in signs.items()}
     # Every label is a kept id: one of those that are tied often enough to tell which one wins.
-    drawn[_IDS] = random.choice(np.arange(V) if kept is None else np.flatnonzero(kept), (B, S))
-    return with_tensors(_supervised(case), drawn | {"target/lm_head.weight": head})
+    tied[_IDS] = random.choice(np.arange(V) if kept is None else np.flatnonzero(kept), (B, S))
+    return with_tensors(_supervised(case), tied | {"target/lm_head.weight": head})
 
 
 def equal_teacher(

@@ -26,7 +26,17 @@ from parity.mutant_catalogue import Mutant, StaleError, mutate
 SEED = 0
 TIMEOUT = 900  # s: a fault may make a loop endless
 # Imported before the forks: nothing of this project's.
-_COMMON = ("numpy", "torch", "jax", "flax.linen", "optax", "pydantic", "safetensors.numpy", "rich")
+_COMMON = (
+    "numpy",
+    "torch",
+    "jax",
+    "flax.linen",
+    "optax",
+    "pydantic",
+    "safetensors.numpy",
+    "rich",
+    "hypothesis",
+)
 
 
 class _Loader(importlib.machinery.SourceFileLoader):

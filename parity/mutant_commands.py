@@ -62,8 +62,8 @@ def mutants_command(
     if as_list:
         print(markdown(chosen), end="")
         return
-    if importlib.util.find_spec("jax") is None:
-        _stop('mutants need both sides; pip install "jaxdraft[spec]" for jax')
+    if not all(map(importlib.util.find_spec, ("jax", "hypothesis"))):
+        _stop('mutants need both sides and hypothesis; pip install "jaxdraft[parity]"')
     verdicts = _run(chosen, jobs, others)
     if out is not None:
         write_report(out, verdicts)

@@ -12,6 +12,7 @@ import platform
 import queue
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -227,7 +228,7 @@ def _run_tasks(
             yield from _collect(waiting, cases, channel, progress)
     except BrokenProcessPool:
         raise UserError(
-            "a worker process of the suite died, perhaps for want of memory (each takes 1.5 GB); "
+            "a worker process of the suite died, perhaps for want of memory (each takes 3 GB); "
             "try --workers 1"
         ) from None
     finally:
@@ -261,6 +262,9 @@ def _begin(channel: Any) -> None:
     global _channel
     _channel = channel
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    # The workers share XLA's cache: one may find an entry that the other is still writing, and
+    # compiles it itself.
+    warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
     import torch
 
     torch.set_num_threads(1)

@@ -45,7 +45,7 @@ def run_command(
     from parity.suite import run_suite
 
     names = _chosen(only)
-    _need_jax()
+    _need_packages()
     _check_out(out)
     plan = Plan(quick=quick, seed=seed, shrink=True)
     started = time.monotonic()
@@ -55,8 +55,8 @@ def run_command(
             plan,
             names,
             workers,
-            # Of nothing done yet, no time that is left can be told.
-            lambda done, total, what: bar.update(done, what, total) if done else None,
+            # The longest tasks come first: of the first cases no time that is left can be told.
+            lambda done, total, what: bar.update(done, what, total) if 50 * done > total else None,
             lambda found: _say(f"  FAIL {found.check}, {found.configuration}: {found.stage}"),
         )
     from parity.report import write_report
@@ -90,7 +90,7 @@ def replay_command(
     """
     from parity.replay import replay
 
-    _need_jax()
+    _need_packages()
     try:
         case, compared, measured = replay(file)
     except CaseError as error:
@@ -130,11 +130,12 @@ def _check_out(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
 
 
-def _need_jax() -> None:
+def _need_packages() -> None:
     import importlib.util
 
-    if importlib.util.find_spec("jax") is None:
-        raise UserError('the spec side needs jax; pip install "jaxdraft[spec]"')
+    for name, what in (("jax", "the spec side"), ("hypothesis", "drawing cases")):
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f'{what} needs {name}; pip install "jaxdraft[parity]"')
 
 
 def _save_findings(findings: list[Finding], out: Path) -> dict[int, str]:

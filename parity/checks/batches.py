@@ -6,13 +6,14 @@ Nothing is kept between runs: what is changed in either side shows at once.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
 
 from parity.cases import Array, Case
 from parity.checks.base import Check, CheckResult, Measured, Plan, record
+from parity.checks.drawn import Drawn, compare_drawn
 from parity.checks.losses import REFUSALS
 from parity.compare import TOLERANCE, relative_error
 from parity.configurations import Configuration, chosen_configurations
@@ -32,10 +33,11 @@ from parity.stages import (
     spec_staged,
 )
 from parity.tolerances import EXACT, batch_tolerance
+from parity.variations import variations
 
 NAMES = ("blocks", "losses", "gradients", "metrics", "acceptance")
 QUICK, WHOLE = 6, 240  # random cases of each configuration
-_MOST = 3  # a configuration that disagrees so often is left: one fault fails all its cases
+_MOST = 3  # edges that disagree, then a configuration is left: one fault fails all its cases
 
 _ACCEPTANCE_STAGES = ("kept_mass", "teacher_top", "accept_probability")
 _ACCEPTANCE_ROWS = (
@@ -53,27 +55,18 @@ def run_batches(plan: Plan, names: Sequence[str] = NAMES) -> dict[str, CheckResu
     started = time.process_time()
     count = plan.count(QUICK, WHOLE)
     done, total = 0, len(chosen) * count
+
+    def counted() -> None:
+        nonlocal done
+        done += 1
+        plan.progress(done, total)
+
     for configuration in chosen:
-        failures = 0
-        for number, case in _cases(configuration, plan.seed, count):
-            if number >= 0:
-                done += 1
-                plan.progress(done, total)
-            measured = compare_case(case, "float64", names)
-            for result in results.values():
-                result.edges += number < 0
-                result.refused += any(m.stage.startswith("refusal") for m in measured)
-            if not any(m.fails for m in measured):
-                record(results, configuration.name, case, measured)
-                continue
-            failures += 1
-            if failures == 1 and plan.shrink:
-                case = smallest(case, partial(_fails_alike, measured=measured, names=names))
-                measured = compare_case(case, "float64", names)
-            record(results, configuration.name, case, measured, text=_size(case))
-            if failures == _MOST or plan.first_only:
-                break
-        if failures and plan.first_only:
+        failed = _compare_edges(results, configuration, plan)
+        if not (failed and plan.first_only):
+            drawn = _drawn(results, configuration, plan)
+            failed |= compare_drawn(results, drawn, plan, count, counted)
+        if failed and plan.first_only:
             break
     for result in results.values():
         # Shared work: each check has its part of the time, so that they add up to the whole.
@@ -81,12 +74,45 @@ def run_batches(plan: Plan, names: Sequence[str] = NAMES) -> dict[str, CheckResu
     return results
 
 
-def _cases(configuration: Configuration, seed: int, count: int) -> Iterator[tuple[int, Case]]:
-    """Yield (number, case); edges have number −1, and come first."""
-    for _, case in edges(configuration, seed):
-        yield -1, case
-    for number in range(count):
-        yield number, configuration.draw(seed, number)
+def _compare_edges(
+    results: Mapping[str, CheckResult], configuration: Configuration, plan: Plan
+) -> bool:
+    """Compare a configuration's edges; return whether one disagreed."""
+    failures, names = 0, tuple(results)
+    for _, case in edges(configuration, plan.seed):
+        measured = _measure(results, case)
+        for result in results.values():
+            result.edges += 1
+        first = next((each for each in measured if each.fails), None)
+        if first is not None:
+            failures += 1
+            if failures == 1 and plan.shrink:
+                case = smallest(case, partial(_fails_alike, first=first, names=names))
+                measured = compare_case(case, "float64", names)
+        record(results, configuration.name, case, measured, text=_size(case) if first else "")
+        if failures == _MOST or (failures and plan.first_only):
+            break
+    return failures > 0
+
+
+def _drawn(results: Mapping[str, CheckResult], configuration: Configuration, plan: Plan) -> Drawn:
+    names = tuple(results)
+    return Drawn(
+        configuration.name,
+        variations(configuration.family),
+        partial(configuration.case, plan.seed),
+        partial(_measure, results),
+        again=lambda case, first: _compare_again(case, first, names),
+        shrink=smallest,
+        tell=_size,
+    )
+
+
+def _measure(results: Mapping[str, CheckResult], case: Case) -> list[Measured]:
+    measured = compare_case(case, "float64", tuple(results))
+    for result in results.values():
+        result.refused += any(m.stage.startswith("refusal") and not m.fails for m in measured)
+    return measured
 
 
 def _size(case: Case) -> str:
@@ -96,13 +122,16 @@ def _size(case: Case) -> str:
     return found if blocks is None else f"{found}, {blocks.shape[1]} blocks a row"
 
 
-def _fails_alike(case: Case, measured: Sequence[Measured], names: Sequence[str]) -> bool:
-    """Whether a smaller case still fails in the first stage that failed."""
-    first = next(m for m in measured if m.fails)
+def _compare_again(case: Case, first: Measured, names: Sequence[str]) -> list[Measured]:
+    """Compare a smaller case, no further than it takes to see the stage that failed first."""
     if first.check == "blocks" and not is_eagle3(case):
         names = ("blocks",)  # without a draft, whose every shape compiles anew
-    again = compare_case(case, "float64", names)
-    return any(m.stage == first.stage and m.fails for m in again)
+    return compare_case(case, "float64", names)
+
+
+def _fails_alike(case: Case, first: Measured, names: Sequence[str]) -> bool:
+    again = _compare_again(case, first, names)
+    return any(each.stage == first.stage and each.fails for each in again)
 
 
 def compare_case(case: Case, dtype: str, names: Sequence[str] = NAMES) -> list[Measured]:

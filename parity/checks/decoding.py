@@ -16,9 +16,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from hypothesis import strategies as st
 
 from parity.cases import Array, Case, as_dtype
-from parity.checks.base import Check, CheckResult, Measured, Plan, record
+from parity.checks.base import Check, CheckResult, Measured, Plan
+from parity.checks.drawn import Drawn, compare_drawn
 from parity.compare import Comparison, compare_answers
 from parity.draw import draw_recipe
 from parity.recipes import Recipe, V
@@ -153,20 +155,25 @@ def drawn_decoding(kind: str, seed: int, agreement: float, **asked: Any) -> Case
     return replace(case, extra={"decoding": settings | asked})
 
 
-def _drawn(kind: str, seed: int, number: int) -> Case:
-    """Draw case `number` of a run's seed: greedy every fourth time, half of those with ties."""
-    key = zlib.crc32(f"{kind}/{seed}/{number}".encode())
-    random = np.random.default_rng([19, key])
-    asked: dict[str, Any] = {"temperature": float(random.choice([0.3, 0.8, 2.0]))}
+_SETTINGS = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.8, 0.3, 2.0]),
+        "agreement": st.sampled_from([1.0, 0.6, 0.3]),
+        "end_of_text": st.none() | st.integers(0, V - 1),
+        "tokenizer_size": st.sampled_from([None, None, 20, 32]),
+        "confidence_threshold": st.sampled_from([None, None, 0.03, 0.2]),
+    }
+)
+
+
+def _make(kind: str, seed: int, number: int, settings: dict[str, Any]) -> Case:
+    """Make case `number` of a run's seed: greedy every fourth time, half of those with ties."""
+    asked = {name: value for name, value in settings.items() if value is not None}
+    agreement = asked.pop("agreement")
     if number % 4 == 0:
         asked["temperature"] = 0.0
-    if random.random() < 0.5:
-        asked["end_of_text"] = int(random.integers(V))
-    if random.random() < 0.4:
-        asked["tokenizer_size"] = int(random.choice([20, 32]))
-    if random.random() < 0.3:
-        asked["confidence_threshold"] = float(random.choice([0.03, 0.2]))
-    case = drawn_decoding(kind, key, float(random.choice([0.3, 0.6, 1.0])), **asked)
+    key = zlib.crc32(f"{kind}/{seed}/{number}".encode())
+    case = drawn_decoding(kind, key, agreement, **asked)
     if number % 8 == 0:  # whole numbers: ties at temperature 0
         ties = {"toy/logits": np.round(case.tensors["toy/logits"])}
         case = replace(case, tensors=case.tensors | ties)
@@ -199,15 +206,22 @@ def run_decoding(plan: Plan) -> CheckResult:
     result, started = CheckResult(NAME), time.process_time()
     kinds = [kind for kind in KINDS if plan.wants(kind)]
     count, done = plan.count(QUICK, WHOLE), 0
+
+    def counted() -> None:
+        nonlocal done
+        done += 1
+        plan.progress(done, count * len(kinds))
+
     for kind in kinds:
-        for number in range(count):
-            case = _drawn(kind, plan.seed, number)
-            measured, text = measure_decoding(case)
-            failed = record({NAME: result}, kind, case, measured, text=text)
-            done += 1
-            plan.progress(done, count * len(kinds))
-            if failed and (plan.first_only or len(result.findings) >= 3):
-                break
+        drawn = Drawn(
+            kind,
+            _SETTINGS,
+            partial(_make, kind, plan.seed),
+            lambda case: measure_decoding(case)[0],
+            tell=lambda case: measure_decoding(case)[1],
+        )
+        if compare_drawn({NAME: result}, drawn, plan, count, counted) and plan.first_only:
+            break
     result.seconds = time.process_time() - started
     return result
 

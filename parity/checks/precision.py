@@ -14,12 +14,14 @@ import numpy as np
 
 from parity.cases import Array, Case
 from parity.checks.base import Check, CheckResult, Measured, Plan, record
+from parity.checks.drawn import Drawn, compare_drawn
 from parity.checks.rounding import ROUNDING_RUN, compare_rounding
 from parity.compare import relative_error
-from parity.configurations import BY_NAME
+from parity.configurations import BY_NAME, Configuration
 from parity.sides import Answer, run_port, run_spec
 from parity.stages import SLOT_STAGES, gradient_order, is_eagle3, port_staged, spec_staged
 from parity.tolerances import BF16, FLOAT32
+from parity.variations import Variation, variations
 
 NAME = "precision"
 QUICK, WHOLE = 4, 40  # random cases of each configuration
@@ -34,20 +36,30 @@ def run_precision(plan: Plan) -> CheckResult:
     result, started = CheckResult(NAME), time.process_time()
     configurations = [BY_NAME[name] for name in chosen(plan) if plan.wants(name)]
     count, done = plan.count(QUICK, WHOLE), 0
+
+    def counted() -> None:
+        nonlocal done
+        done += 1
+        plan.progress(done, len(configurations) * count)
+
     for configuration in configurations:
-        for number in range(count):
-            case = without_l1(configuration.draw(plan.seed, number, calm=True))
-            failed = record(
-                {NAME: result}, configuration.name, case, compare_precisions(case), "float32"
-            )
-            done += 1
-            plan.progress(done, len(configurations) * count)
-            if failed and (plan.first_only or len(result.findings) >= 3):
-                break
+        drawn = Drawn(
+            configuration.name,
+            variations(configuration.family),
+            partial(_make, configuration, plan.seed),
+            compare_precisions,
+            dtype="float32",
+        )
+        compare_drawn({NAME: result}, drawn, plan, count, counted)
     if plan.wants(ROUNDING_RUN):
         record({NAME: result}, ROUNDING_RUN, None, compare_rounding(plan.seed))
     result.seconds = time.process_time() - started
     return result
+
+
+def _make(configuration: Configuration, seed: int, number: int, variation: Variation) -> Case:
+    calm = replace(variation, heat=0, states=0)  # what rounding costs hot logits is §11's no more
+    return without_l1(configuration.case(seed, number, calm))
 
 
 def chosen(plan: Plan) -> tuple[str, ...]:

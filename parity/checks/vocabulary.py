@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from hypothesis import strategies as st
 
 from parity.cases import Array, Case
-from parity.checks.base import Check, CheckResult, Measured, Plan, record
+from parity.checks.base import Check, CheckResult, Measured, Plan
+from parity.checks.drawn import Drawn, compare_drawn
 from parity.sides import setup_jax
 from parity.tolerances import EXACT
 
@@ -19,43 +21,38 @@ NAME = "vocabulary"
 QUICK, WHOLE = 60, 600  # random cases of each configuration
 _ROUNDING = 1e-15  # of a coverage: one division of two whole numbers
 
-Draw = Callable[[np.random.Generator], tuple[Array, dict[str, Any]]]
-
 
 def run_vocabulary(plan: Plan) -> CheckResult:
     """Build maps from drawn counts on both sides, ties, pins, fill and V_tok included."""
     result, started = CheckResult(NAME), time.process_time()
     setup_jax()
-    chosen = {name: draw for name, draw in KINDS.items() if plan.wants(name)}
-    total = len(chosen) * plan.count(QUICK, WHOLE)
-    for done, (configuration, case) in enumerate(_cases(chosen, plan), start=1):
-        record({NAME: result}, configuration, case, compare_maps(case), text=_told(case))
-        plan.progress(done, total)
-        if plan.first_only and result.findings:
+    kinds = [kind for kind in KINDS if plan.wants(kind)]
+    count, done = plan.count(QUICK, WHOLE), 0
+
+    def counted() -> None:
+        nonlocal done
+        done += 1
+        plan.progress(done, len(kinds) * count)
+
+    for kind in kinds:
+        drawn = Drawn(kind, KINDS[kind], partial(_make, kind), compare_maps, tell=_told)
+        if compare_drawn({NAME: result}, drawn, plan, count, counted) and plan.first_only:
             break
     result.seconds = time.process_time() - started
     return result
 
 
-def _cases(chosen: dict[str, Draw], plan: Plan) -> Iterator[tuple[str, Case]]:
-    for configuration, draw in chosen.items():
-        for number in range(plan.count(QUICK, WHOLE)):
-            random = np.random.default_rng(
-                [13, plan.seed, zlib.crc32(configuration.encode()), number]
-            )
-            counts, asked = draw(random)
-            yield (
-                configuration,
-                Case(
-                    name=f"{configuration} #{number}",
-                    path=Path(configuration),
-                    config={},
-                    objective={},
-                    expect={},
-                    tensors={"counts": counts},
-                    extra={NAME: asked},
-                ),
-            )
+def _make(kind: str, number: int, value: tuple[list[int], dict[str, Any]]) -> Case:
+    counts, asked = value
+    return Case(
+        name=f"{kind} #{number}",
+        path=Path(kind),
+        config={},
+        objective={},
+        expect={},
+        tensors={"counts": np.array(counts, np.int64)},
+        extra={NAME: asked},
+    )
 
 
 def compare_maps(case: Case) -> list[Measured]:
@@ -150,56 +147,64 @@ def _told(case: Case) -> str:
 # --- What is drawn ----------------------------------------------------------------------------
 
 
-def _asked(random: np.random.Generator, ids: int, pins: int = 0) -> dict[str, Any]:
-    size = int(random.integers(max(1, pins), ids + 1))
-    pinned = random.choice(ids, pins, replace=False).tolist()
-    pinned += pinned[: int(random.integers(pins + 1))]  # an id that is named twice is one
-    return {"size": size, "pinned": pinned, "tokenizer_size": None}
+# Whole numbers up to 99: see parity/variations.py.
+Value = tuple[list[int], dict[str, Any]]  # counts, and what is asked of both
 
 
-def _counts(random: np.random.Generator) -> tuple[Array, dict[str, Any]]:
-    V = int(random.integers(2, 60))
-    return random.integers(0, 1000, V), _asked(random, V)
+def _counts_of(draw: st.DrawFn, ids: int, most: int) -> list[int]:
+    return draw(st.lists(st.integers(0, most), min_size=ids, max_size=ids))
 
 
-def _ties(random: np.random.Generator) -> tuple[Array, dict[str, Any]]:
-    V = int(random.integers(2, 60))
-    return random.integers(0, 3, V), _asked(random, V)
+def _asked(draw: st.DrawFn, ids: int, pins: int = 0) -> dict[str, Any]:
+    pinned = draw(st.lists(st.integers(0, ids - 1), min_size=pins, max_size=pins, unique=True))
+    again = draw(st.integers(0, pins))  # an id that is named twice is one
+    size = draw(st.integers(max(1, pins), ids))
+    return {"size": size, "pinned": pinned + pinned[:again], "tokenizer_size": None}
 
 
-def _fill(random: np.random.Generator) -> tuple[Array, dict[str, Any]]:
+@st.composite
+def _counts(draw: st.DrawFn, most: int = 99) -> Value:
+    V = draw(st.integers(2, 59))
+    return _counts_of(draw, V, most), _asked(draw, V)
+
+
+@st.composite
+def _fill(draw: st.DrawFn) -> Value:
     """Fewer ids with a count than K; sometimes none has any."""
-    V = int(random.integers(4, 60))
-    counts = np.zeros(V, np.int64)
-    some = random.choice(V, int(random.integers(0, V // 2)), replace=False)
-    counts[some] = random.integers(1, 9, len(some))
-    return counts, _asked(random, V) | {"size": int(random.integers(V // 2, V + 1))}
+    V = draw(st.integers(4, 59))
+    counts = [0] * V
+    for id_ in draw(st.lists(st.integers(0, V - 1), unique=True, max_size=V // 2)):
+        counts[id_] = draw(st.integers(1, 9))
+    return counts, _asked(draw, V) | {"size": draw(st.integers(V // 2, V))}
 
 
-def _pinned(random: np.random.Generator) -> tuple[Array, dict[str, Any]]:
-    V = int(random.integers(8, 60))
-    return random.integers(0, 5, V), _asked(random, V, int(random.integers(1, 6)))
+@st.composite
+def _pinned(draw: st.DrawFn) -> Value:
+    V = draw(st.integers(8, 59))
+    return _counts_of(draw, V, 4), _asked(draw, V, draw(st.integers(1, 5)))
 
 
-def _padding(random: np.random.Generator) -> tuple[Array, dict[str, Any]]:
-    V = int(random.integers(8, 60))
-    ids = int(random.integers(6, V + 1))
-    counts = random.integers(0, 4, V)
-    counts[ids:] = 0
-    return counts, _asked(random, ids, int(random.integers(0, 4))) | {"tokenizer_size": ids}
+@st.composite
+def _padding(draw: st.DrawFn) -> Value:
+    V = draw(st.integers(8, 59))
+    ids = draw(st.integers(6, V))
+    counts = _counts_of(draw, ids, 3) + [0] * (V - ids)
+    return counts, _asked(draw, ids, draw(st.integers(0, 3))) | {"tokenizer_size": ids}
 
 
-def _ends(random: np.random.Generator) -> tuple[Array, dict[str, Any]]:
+@st.composite
+def _ends(draw: st.DrawFn) -> Value:
     """K = 1, K = V − 1, K = V."""
-    V = int(random.integers(2, 40))
-    size = int(random.choice([1, max(1, V - 1), V]))
-    return random.integers(0, 4, V), _asked(random, V) | {"size": size}
+    V = draw(st.integers(2, 39))
+    size = draw(st.sampled_from([1, V - 1, V]))
+    return _counts_of(draw, V, 3), _asked(draw, V) | {"size": size}
 
 
-def _mistakes(random: np.random.Generator) -> tuple[Array, dict[str, Any]]:
+@st.composite
+def _mistakes(draw: st.DrawFn) -> Value:
     """Each a mistake that both must refuse."""
-    V = int(random.integers(6, 20))
-    counts, asked = random.integers(0, 9, V), _asked(random, V)
+    V = draw(st.integers(6, 19))
+    counts, asked = _counts_of(draw, V, 8), _asked(draw, V)
     wrong: list[dict[str, Any]] = [
         {"size": 0},
         {"size": -1},
@@ -215,30 +220,39 @@ def _mistakes(random: np.random.Generator) -> tuple[Array, dict[str, Any]]:
         {"size": V, "tokenizer_size": V - 1},
         {"size": 1, "pinned": [V - 1], "tokenizer_size": V - 1},
     ]
-    asked |= wrong[int(random.integers(len(wrong)))]
+    asked |= draw(st.sampled_from(wrong))
     if asked["tokenizer_size"] == V - 1:
-        counts[V - 1] = int(random.integers(2))  # counted padding is a mistake of its own
-    if random.random() < 0.2:
+        counts[V - 1] = draw(st.integers(0, 1))  # counted padding is a mistake of its own
+    if draw(st.sampled_from([False, False, False, False, True])):
         counts[0] = -1
     return counts, asked
 
 
-def _counting(random: np.random.Generator) -> tuple[Array, dict[str, Any]]:
+@st.composite
+def _counting(draw: st.DrawFn) -> Value:
     """Token ids and loss masks of some rows instead of counts; 0.5 is not supervised, 0.6 is."""
-    V, shape = int(random.integers(2, 40)), (int(random.integers(1, 4)), 12)
-    ids, mask = random.integers(0, V, shape), random.choice([0.0, 0.5, 0.6, 1.0], shape)
-    return np.zeros(V, np.int64), {"ids": ids.tolist(), "mask": mask.tolist()}
+    V, rows, length = draw(st.integers(2, 39)), draw(st.integers(1, 3)), 12
+    token, on = st.integers(0, V - 1), st.sampled_from([0.0, 0.5, 0.6, 1.0])
+    ids, mask = (
+        draw(
+            st.lists(
+                st.lists(value, min_size=length, max_size=length), min_size=rows, max_size=rows
+            )
+        )
+        for value in (token, on)
+    )
+    return [0] * V, {"ids": ids, "mask": mask}
 
 
-KINDS: dict[str, Draw] = {
-    "counting": _counting,
-    "counts": _counts,
-    "ties": _ties,
-    "fill": _fill,
-    "pinned ids": _pinned,
-    "padding rows": _padding,
-    "K at its ends": _ends,
-    "mistakes": _mistakes,
+KINDS: dict[str, st.SearchStrategy[Value]] = {
+    "counting": _counting(),
+    "counts": _counts(),
+    "ties": _counts(2),
+    "fill": _fill(),
+    "pinned ids": _pinned(),
+    "padding rows": _padding(),
+    "K at its ends": _ends(),
+    "mistakes": _mistakes(),
 }
 
 CHECK = Check(
