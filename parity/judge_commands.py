@@ -34,7 +34,8 @@ def judge_command(
         str,
         typer.Option(
             metavar="MODULE:OBJECT",
-            help="An adapter or what makes one; ready ones: torch_port, jaxdraft, speculators.",
+            help="An adapter or what makes one; ready ones: torch_port, jaxdraft, speculators, "
+            "specforge.",
         ),
     ],
     mutants: Annotated[

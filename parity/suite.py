@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import platform
 import queue
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from typing import Any
 
 from parity.checks.base import CHECKS, PLACES, CheckResult, Finding, Plan, find_check
 from torch_port.cache import default_cache_root
+from torch_port.data.parallel import end_with_parent
 from torch_port.errors import UserError
 
 WORKERS = 2
@@ -261,7 +261,7 @@ def _collect(
 def _begin(channel: Any) -> None:
     global _channel
     _channel = channel
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    end_with_parent()
     # The workers share XLA's cache: one may find an entry that the other is still writing, and
     # compiles it itself.
     warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
@@ -284,10 +284,3 @@ def _versions() -> dict[str, str]:
             found[name] = "not installed"
     found["machine"] = f"{platform.machine()}, {os.cpu_count()} cores"
     return found
-
-
-def _end_with(parent: int) -> None:
-    """Leave when the process that gives the tasks is gone: killed, it cannot say so."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)

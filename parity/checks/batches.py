@@ -13,7 +13,7 @@ import numpy as np
 
 from parity.cases import Array, Case
 from parity.checks.base import Check, CheckResult, Measured, Plan, record
-from parity.checks.drawn import Drawn, compare_drawn
+from parity.checks.drawn import Drawn, compare_drawn, first_failure
 from parity.checks.losses import REFUSALS
 from parity.compare import TOLERANCE, relative_error
 from parity.configurations import Configuration, chosen_configurations
@@ -83,7 +83,7 @@ def _compare_edges(
         measured = _measure(results, case)
         for result in results.values():
             result.edges += 1
-        first = next((each for each in measured if each.fails), None)
+        first = first_failure(results, measured)
         if first is not None:
             failures += 1
             if failures == 1 and plan.shrink:

@@ -172,6 +172,10 @@ def _make(kind: str, seed: int, number: int, settings: dict[str, Any]) -> Case:
     agreement = asked.pop("agreement")
     if number % 4 == 0:
         asked["temperature"] = 0.0
+    if number % 3 == 1:
+        agreement = 1.0  # rounds of several tokens, for `_ending`
+    if kind.startswith("dflash") and number % 8 != 5:
+        asked.pop("confidence_threshold", None)  # both refuse it: there is no such head
     key = zlib.crc32(f"{kind}/{seed}/{number}".encode())
     case = drawn_decoding(kind, key, agreement, **asked)
     if number % 8 == 0:  # whole numbers: ties at temperature 0
@@ -181,9 +185,20 @@ def _make(kind: str, seed: int, number: int, settings: dict[str, Any]) -> Case:
     if number % 8 == 5 and weight in case.tensors:  # σ(0)² is the threshold to the last bit
         bias = "weights/confidence_head.proj.bias"
         zeros = {name: np.zeros_like(case.tensors[name]) for name in (weight, bias)}
-        settings = case.extra["decoding"] | {"confidence_threshold": 0.25}
-        case = replace(case, tensors=case.tensors | zeros, extra={"decoding": settings})
-    return replace(case, name=f"{kind} #{number}")
+        asked["confidence_threshold"] = 0.25
+        case = replace(case, tensors=case.tensors | zeros)
+    if number % 3 == 1:
+        asked["end_of_text"] = _ending(case, 1 + number % 5)
+    extra = {"decoding": case.extra["decoding"] | asked}
+    return replace(case, name=f"{kind} #{number}", extra=extra)
+
+
+def _ending(case: Case, steps: int) -> int:
+    """Return the id that the target comes to in so many greedy steps: it often ends a text."""
+    token = int(case.tensors["prompt"][-1])
+    for _ in range(steps):
+        token = int(case.tensors["toy/logits"][token].argmax())
+    return token
 
 
 def measure_decoding(case: Case, dtype: str = "float64") -> tuple[list[Measured], str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -15,12 +16,14 @@ from hypothesis import strategies as st
 
 import torch_port.models.backbone
 import torch_port.vocabulary.selection
-from parity.checks.base import Finding, Plan, find_check
+from parity.checks.base import Finding, Measured, Plan, find_check
 from parity.checks.batches import run_batches
+from parity.checks.decoding import _SETTINGS, KINDS, _make, port_decoding
 from parity.configurations import BY_NAME
-from parity.edges import EDGES
+from parity.edges import edges
 from parity.exploring import TRIES, drawn, explore
 from parity.recipes import B, N
+from parity.sides import run_port
 from parity.variations import Variation, variations
 
 _DRAW = """
@@ -215,4 +218,30 @@ def test_a_batch_that_disagrees_is_made_plain_before_it_is_cut(
     assert tensors["batch/input_ids"].shape[0] == 1
     assert tensors["batch/block_keep_mask"].all()
     assert (tensors["batch/loss_mask"] == 1).all()
-    assert len(EDGES) > 10
+
+
+def test_what_only_another_check_sees_ends_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: an edge that fails in its metrics alone ends `--only losses` without a finding."""
+    edge = [Measured("metrics", "metric x", 1.0, 0.0), Measured("losses", "loss", 0.0, 0.0)]
+    case = [Measured("gradients", "gradient of x", 1.0, 0.0), Measured("losses", "loss", 1.0, 0.0)]
+    found = list(edges(BY_NAME["pruned-vanilla"], 0))
+    monkeypatch.setattr("parity.checks.batches.edges", lambda *asked: iter(found))
+    answers = itertools.chain([edge] * len(found), itertools.repeat(case))
+    monkeypatch.setattr("parity.checks.batches.compare_case", lambda *asked: next(answers))
+    plan = Plan(first_only=True, cases=3, configurations=("pruned-vanilla",))
+    result = run_batches(plan, ("losses",))["losses"]
+    assert result.cases == {"pruned-vanilla": len(found) + 1}
+    assert [each.stage for each in result.findings] == ["gradient of x"]
+
+
+def test_drawn_decodings_meet_their_end_of_text() -> None:
+    """Fault: texts that never end by themselves, so that what is cut behind an end goes unseen."""
+    ended = 0
+    for kind in KINDS:
+        for number, value in enumerate(drawn(_SETTINGS, f"{kind}/0", 6)):
+            case = _make(kind, 0, number, value)
+            answer = run_port(case, "float64", port_decoding)
+            if answer.error is None:
+                new = len(answer.tensors["tokens"]) - len(case.tensors["prompt"])
+                ended += new < case.extra["decoding"]["limit"]
+    assert ended >= 10

@@ -60,6 +60,7 @@ def test_command_says_in_a_line_why_it_cannot_run(few: Path, tmp_path: Path) -> 
         "json:nothing": "json has no 'nothing'",
         "json:dumps": "is no adapter",
         "speculators": "skipped: the package speculators is not installed here",
+        "specforge": "skipped: the package specforge is not installed here",
         "tests.parity.test_parity_judge_command:Odd": "known are 'sum', 'half'",
     }.items():
         done = CliRunner().invoke(app, ["judge", "--implementation", name, str(few)])
@@ -116,3 +117,26 @@ def test_the_public_package_differs_by_its_declared_conventions(tmp_path: Path) 
     assert said["verdict"] == "declared convention"
     assert said["declared_but_not_visible"] == []
     assert {case["verdict"] for case in said["cases"]} == {"declared convention"}
+
+
+PACKAGE = os.environ.get("SPECFORGE_PATH", "")
+
+
+@pytest.mark.skipif(not PACKAGE, reason="SPECFORGE_PATH names no directory with specforge")
+def test_the_public_trainer_conforms(tmp_path: Path) -> None:
+    """Fault: an adapter that no longer fits the package, or hands over too little to judge."""
+    shown = ["full-vanilla", "full-rnn-sliding", "dflash-full-nodecay", "pruned-vanilla"]
+    for name in shown:
+        (tmp_path / name).symlink_to(VECTORS / name)
+    command = [sys.executable, "-m", "parity", "judge", "--implementation", "specforge"]
+    done = subprocess.run(
+        [*command, "--json", str(tmp_path / "j"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), PACKAGE))},
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    said = json.loads((tmp_path / "j").read_text())
+    verdicts = {case["case"]: case["verdict"] for case in said["cases"]}
+    assert verdicts == dict.fromkeys(shown[:3], "conforms") | {"pruned-vanilla": "not judged"}

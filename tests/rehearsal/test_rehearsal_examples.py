@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from torch_port.rehearsal.flops import enclosing
-from torch_port.rehearsal.rehearse import Rehearsal, read_config, rehearse
+from torch_port.rehearsal.rehearse import Rehearsal, rehearse
 from torch_port.rehearsal.report import Looks, passes, report_of
 from torch_port.run import load_run
+from torch_port.training.build import read_draft
 
 ROOT = Path(__file__).resolve().parents[2]
 GiB = 2**30
@@ -28,7 +29,7 @@ def example(request: pytest.FixtureRequest) -> tuple[str, Rehearsal, Looks, dict
         looks = Looks.at("npu")
         rehearsal = rehearse(
             run,
-            config=read_config(run),
+            config=read_draft(run),
             world_size=64,
             observers=looks.observers(),
             coarse=True,

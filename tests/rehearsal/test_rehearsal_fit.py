@@ -40,7 +40,7 @@ def search(
         return int(max(passes(length), update) * GIB), int(passes(length) * GIB)
 
     monkeypatch.setattr(Frontier, "peak", peak)
-    return longest(frontier(largest), 48, "none", 1), asked
+    return longest(frontier(largest), (48, "none", 1)), asked
 
 
 @pytest.mark.parametrize(

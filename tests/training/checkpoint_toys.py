@@ -7,6 +7,7 @@ bits: what a checkpoint brings from one to the other can be held to equality.
 from __future__ import annotations
 
 import os
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,6 +27,7 @@ from torch_port.config import DraftConfig, ObjectiveConfig
 from torch_port.models.block_draft import FrozenTarget
 from torch_port.models.dspark import DSparkDraft
 from torch_port.run_sections import CheckpointsSection
+from torch_port.training import checkpoints
 from torch_port.training.checkpoints import CheckpointManager
 from torch_port.training.distribution import Ranks, distribute
 from torch_port.training.optimizer import MasterAdamW, OptimizerConfig, rate_at
@@ -197,3 +200,21 @@ def run_ranks(work: Callable[..., None], world_size: int, place: Path, *args: An
     for process in processes:
         process.kill()
     assert codes == [0] * world_size
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@contextmanager
+def held_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Let saves begin to write only when the event is set."""
+    go, write = threading.Event(), checkpoints.write_shards
+
+    def late(*args: Any) -> None:
+        assert go.wait(30)
+        write(*args)
+
+    monkeypatch.setattr(checkpoints, "write_shards", late)
+    yield go
+    go.set()

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from multiprocessing import forkserver, get_context, parent_process
+from multiprocessing import forkserver, get_context
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch_port.data.batch import Batch, collate
 from torch_port.data.conversations import DataError
 from torch_port.data.field_files import Features, open_features
 from torch_port.data.order import Split, epoch_order, steps_per_epoch
+from torch_port.data.parallel import end_with_parent
 from torch_port.errors import UserError
 
 _PINNED = ("cuda", "npu")  # devices that copy from pinned memory without waiting
@@ -232,14 +233,7 @@ def _stand_alone(_: int) -> None:
     """
     os.setpgrp()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
+    end_with_parent()
 
 
 @dataclass(frozen=True)

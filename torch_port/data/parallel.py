@@ -69,12 +69,16 @@ def in_processes(
 def _start(start: Callable[..., None], settings: tuple[Any, ...]) -> None:
     # Ctrl-C reaches the whole group, and ends this process at once and without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     start(*settings)
 
 
-def _end_with_parent() -> None:
-    # A killed parent cannot end its pool, whose processes would wait for ever.
+def end_with_parent() -> None:
+    """Let this process end as soon as the one that started it has: killed, it could not say so."""
+    Thread(target=_wait_for_parent, daemon=True).start()
+
+
+def _wait_for_parent() -> None:
     parent = parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])

@@ -65,11 +65,12 @@ def rehearse_command(
     from torch_port.data.atomic import atomic_file
     from torch_port.rehearsal.page import write_page
     from torch_port.rehearsal.printing import show
-    from torch_port.rehearsal.rehearse import read_config, rehearse
+    from torch_port.rehearsal.rehearse import rehearse
     from torch_port.rehearsal.report import Looks, naive_operations, passes, report_of
+    from torch_port.training.build import read_draft
 
     run, console = _run(run_file, overrides), Console()
-    config, card = read_config(run), bytes_of(hbm)
+    config, card = read_draft(run), bytes_of(hbm)
     if table:
         from torch_port.rehearsal.formulations import show_table
 
@@ -109,6 +110,9 @@ def fit_command(
     largest: Annotated[
         int, typer.Option("--largest", min=512, help="The longest samples that are looked at.")
     ] = 32768,
+    workers: Annotated[
+        int, typer.Option("--workers", min=1, help="Processes that share the search.")
+    ] = 2,
     json_file: JsonFile = None,
     svg: Annotated[
         Path | None, typer.Option("--svg", metavar="FILE", help="Draw the frontier.")
@@ -122,12 +126,12 @@ def fit_command(
     Example: torch-port fit examples/qwen3.6-27b-k64000.yaml --hbm 64GB --svg frontier.svg
     """
     from torch_port.rehearsal.fit import Frontier, show_frontier, write_frontier
-    from torch_port.rehearsal.rehearse import read_config
+    from torch_port.training.build import read_draft
 
     run, console = _run(run_file, overrides), Console()
-    config = read_config(run)
+    config = read_draft(run)
     frontier = Frontier(run, config, bytes_of(hbm), world_size, largest)
-    found = frontier.find(vocabularies(sizes, config.vocab_size), console)
+    found = frontier.find(vocabularies(sizes, config.vocab_size), console, workers)
     show_frontier(found, console)
     write_frontier(found, json_file, svg, console)
 

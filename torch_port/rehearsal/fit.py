@@ -8,10 +8,8 @@ the samples. So two small rehearsals say where the limit should be, and rehearsa
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from torch_port.data.atomic import atomic_file
+from torch_port.data.parallel import in_processes
 from torch_port.drawing.style import standalone
 from torch_port.drawing.svg import Axis, Series, line_chart
 from torch_port.progress import stage
@@ -58,22 +57,17 @@ class Frontier:
     world_size: int
     largest: int
 
-    def find(self, vocabularies: list[int], console: Console) -> list[Longest]:
-        """Search every vocabulary, recomputation and sharding, two at a time."""
+    def find(self, vocabularies: list[int], console: Console, workers: int = 2) -> list[Longest]:
+        """Search every vocabulary, recomputation and sharding, some at a time."""
         shardings = (1,) if self.world_size == 1 else (1, self.world_size)
         cases = [(k, r, c) for c in shardings for r in RECOMPUTE for k in vocabularies]
-        found: dict[tuple[int, str, int], Longest] = {}
-        workers = min(2, os.cpu_count() or 1)
-        context = multiprocessing.get_context("spawn")
-        with (
-            ProcessPoolExecutor(workers, mp_context=context) as pool,
-            stage("settings", len(cases), console) as progress,
-        ):
-            waiting = {pool.submit(longest, self, *case): case for case in cases}
-            for done in as_completed(waiting):
-                result = found[waiting[done]] = done.result()
+        found: list[Longest] = []
+        done = in_processes(partial(longest, self), cases, workers, _begin, ())
+        with stage("settings", len(cases), console) as progress:
+            for result in done:
+                found.append(result)
                 progress.update(len(found), f"K = {result.vocabulary}: {result.length} tokens")
-        return [found[case] for case in cases]
+        return found
 
     def anchors(self, length: int) -> int:
         """Return N of samples of that length, as many to a token as in the run file."""
@@ -92,9 +86,12 @@ class Frontier:
         return memory.peak, max(passes)
 
 
-def longest(frontier: Frontier, vocabulary: int, recompute: str, cards: int) -> Longest:
-    """Search one setting."""
-    case = (vocabulary, recompute, cards)
+def _begin() -> None:
+    """Nothing: a process brings all that it needs."""
+
+
+def longest(frontier: Frontier, case: tuple[int, str, int]) -> Longest:
+    """Search one setting: K, what is recomputed, and how many cards share the run."""
     peaks: dict[int, tuple[int, int]] = {}
     usable = frontier.hbm_bytes * (1 - MARGIN)
 
@@ -115,9 +112,7 @@ def longest(frontier: Frontier, vocabulary: int, recompute: str, cards: int) -> 
             break
         guess = _next(low, high, peaks, usable, min(4096, top))
     return Longest(
-        vocabulary,
-        recompute,
-        cards,
+        *case,
         length=low,
         anchors=frontier.anchors(low) if low else 0,
         peak=peaks[low][0] if low else peaks[min(peaks)][0],

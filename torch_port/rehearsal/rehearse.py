@@ -23,12 +23,13 @@ from torch_port.config import ANCHOR_FIRST
 from torch_port.data.batch import Batch, collate
 from torch_port.errors import UserError
 from torch_port.models.block_draft import FrozenTarget
-from torch_port.models.registry import find_algorithm, read_draft_config
+from torch_port.models.registry import find_algorithm
 from torch_port.objective.terms import slot_terms
 from torch_port.rehearsal.memory import Memory, MemoryReport
 from torch_port.rehearsal.trace import Finding, Observer, Trace
 from torch_port.rehearsal.virtual import virtual_device
 from torch_port.run import RunConfig
+from torch_port.training.build import read_draft
 from torch_port.training.distribution import Ranks, average_gradients, distribute
 from torch_port.training.optimizer import MasterAdamW
 from torch_port.training.step import training_step
@@ -83,7 +84,7 @@ def rehearse(
     Raises UserError for a run that cannot be rehearsed.
     """
     started = time.perf_counter()
-    config = read_config(run) if config is None else config
+    config = read_draft(run) if config is None else config
     batches = _host_batches(run, config, _length(run))
     first = _host_batches(run, config, min(TINY, _length(run))) if coarse else batches
     counter = _Counter()
@@ -116,17 +117,6 @@ def rehearse(
         memory=report,
         findings=[finding for observer in observers for finding in observer.finding()],
     )
-
-
-def read_config(run: RunConfig) -> Any:
-    """Return the draft's config of its family's class. Raises UserError where there is none."""
-    raw = read_draft_config(run.draft.config)
-    if raw is None:
-        raise UserError(
-            f"draft.config {run.draft.config}: nothing is there, and a rehearsal needs the draft's "
-            "sizes; write the draft's config.json, or name another place"
-        )
-    return find_algorithm(run.algorithm).config_class().from_hf(raw)  # type: ignore[attr-defined]
 
 
 class _Counter:

@@ -23,6 +23,7 @@ from torch_port.training.inputs import open_inputs
 from torch_port.training.metrics import MetricWindow
 from torch_port.training.optimizer import MasterAdamW
 from torch_port.training.output import TrainingLog
+from torch_port.training.run_lock import only_run
 from torch_port.training.signals import stop_signals
 from torch_port.training.state import RunFacts
 from torch_port.training.step import training_step
@@ -45,7 +46,11 @@ def run_training(loaded: LoadedRun, console: Console) -> None:
     if any(verdict.status == "reject" for verdict in verdicts):
         texts = [f"{v.rule}: {v.text}" for v in verdicts if v.status == "reject"]
         raise UserError(f"{summary(verdicts)}. {'. '.join(texts)}")
-    with joined(run.distribution, run.training.device) as ranks, stop_signals() as stop:
+    with (
+        joined(run.distribution, run.training.device) as ranks,
+        only_run(Path(run.training.out), ranks.rank, ranks.checkpoint_group),
+        stop_signals() as stop,
+    ):
         Trainer(loaded, ranks, console).train(stop)
 
 
