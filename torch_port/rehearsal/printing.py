@@ -210,6 +210,12 @@ def _findings(console: Console, report: Mapping[str, Any], section: str) -> None
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     numbers = ("at the peak", "share", "count", "bytes", "TFLOP", "elements")
+    places = ("made at", "first line")  # a narrow terminal folds them: cut, they say nothing
     for name in columns:
-        table.add_column(name, justify="right" if name in numbers else "left", no_wrap=True)
+        table.add_column(
+            name,
+            justify="right" if name in numbers else "left",
+            no_wrap=name not in places,
+            overflow="fold",
+        )
     return table
