@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from parity.compiling import ONE_THREAD
 from parity.mutant_catalogue import ROOT, Mutant
 from torch_port.cache import default_cache_root
 
@@ -118,7 +119,7 @@ def child_environment() -> dict[str, str]:
         "PYTHONPATH": str(ROOT) if not path else f"{ROOT}{os.pathsep}{path}",
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_cpu_multi_thread_eigen=false",
+        "XLA_FLAGS": ONE_THREAD,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }

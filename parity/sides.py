@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from parity.cases import Array, Case, as_dtype
+from parity.compiling import XLA_FLAGS
 from parity.names import BUFFERS, to_flax, to_torch
 from parity.small_sizes import settings_of, sizes_of
 
@@ -164,14 +165,10 @@ def port_batch(arrays: dict[str, Array], dtype: str) -> Any:
 
 
 def setup_jax() -> None:
-    """Let JAX compute in float64, and compile fast rather than for speed.
-
-    The spec's cases spend their time in XLA's compiler; at level 0 it takes half of it and gives
-    the same results to rounding.
-    """
+    """Let JAX compute in float64, and compile fast rather than for speed (`parity.compiling`)."""
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_backend_optimization_level" not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0".strip()
+        os.environ["XLA_FLAGS"] = f"{flags} {XLA_FLAGS}".strip()
     import jax
 
     jax.config.update("jax_enable_x64", True)

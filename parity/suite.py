@@ -22,6 +22,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from parity.checks.base import CHECKS, PLACES, CheckResult, Finding, Plan, find_check
+from parity.compiling import ONE_THREAD
 from torch_port.cache import default_cache_root
 from torch_port.data.parallel import end_with_parent
 from torch_port.errors import UserError
@@ -193,12 +194,11 @@ _channel: Any = None  # in a worker: where its cases are counted
 def worker_environment() -> dict[str, str]:
     """Return what a worker's environment must say before torch and jax are imported.
 
-    One thread each; XLA at level 0 compiles in half the time and gives the same results to
-    rounding; what was compiled is kept for the next run.
+    One thread each; XLA compiles fast, and what was compiled is kept for the next run.
     """
     return {
         "OMP_NUM_THREADS": "1",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_cpu_multi_thread_eigen=false",
+        "XLA_FLAGS": ONE_THREAD,
         "JAX_COMPILATION_CACHE_DIR": str(default_cache_root() / "parity-xla"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",

@@ -3,11 +3,13 @@
 import os
 from pathlib import Path
 
+from parity.compiling import XLA_FLAGS
+
 # A short spin of OpenMP's threads: the default makes tests crawl beside another busy process.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-# Before torch and jax are imported anywhere. XLA at level 0 compiles in half the time and gives
-# the same results to rounding; its cache lets processes of one run share what was compiled.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# Before torch and jax are imported anywhere. XLA's cache lets processes of one run share what was
+# compiled.
+os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR",

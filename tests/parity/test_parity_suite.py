@@ -22,24 +22,18 @@ from parity.sides import run_port, run_spec
 from parity.stages import BLOCK_CELLS, port_staged, spec_staged
 from parity.suite import run_suite, tasks
 
-# One configuration of each kind of task; the whole quick form takes minutes.
-SLICE = ("dflash-pruned", "eagle3-one-step", "vanilla", "ties", "mistakes", "bf16 masters")
-QUICK = Plan(cases=2, configurations=SLICE)
+QUICK = Plan(cases=2, configurations=("dflash-pruned", "ties", "mistakes"))
 VANILLA = Plan(cases=1, configurations=("pruned-vanilla",), first_only=True)
 
 
-def test_a_slice_of_the_quick_run_agrees() -> None:
-    """Faults: anything on which the two differ; a check that compares nothing; one left out."""
-    names = [name for name in CHECKS if name not in ("precision", "checkpoints")]
-    suite = run_suite(QUICK, names, workers=0)
+def test_a_slice_counts_what_it_compared() -> None:
+    """Faults: a case that five checks look at counts five times, or an edge as a drawn case."""
+    suite = run_suite(QUICK, ("vocabulary", "blocks", "losses", "metrics"), workers=0)
     assert [(f.check, f.configuration, f.text) for f in suite.findings] == []
-    assert {name: bool(result.cases) for name, result in suite.results.items()} == dict.fromkeys(
-        names, True
-    )
     assert suite.agrees
     cases, number = suite.counts()
-    assert cases == 2 * 2 + 2 + 2 * 2 + 2  # drawn: two batches, decoding, two maps, two trainings
-    assert number == sum(1 for n in SLICE[:2] for _ in edges(BY_NAME[n], 0))
+    assert cases == 2 + 2 * 2  # two batches, two maps of each kind
+    assert number == sum(1 for _ in edges(BY_NAME["dflash-pruned"], 0))
 
 
 def test_every_check_is_found_under_its_name() -> None:

@@ -5,14 +5,17 @@ A file per dtype: the runner gives a file to one worker, and these are the longe
 
 from pathlib import Path
 
-import pytest
 from vector_runs import PLAIN, failures
 
 
-@pytest.mark.parametrize("side", ["port", "spec"])
-def test_every_vector(vectors_directories: list[Path], side: str) -> None:
-    """Faults: any of the six that issue 2 names, in either implementation."""
-    assert not failures(vectors_directories, side, "float32")
+def test_every_vector_on_the_port(vectors_directories: list[Path]) -> None:
+    """Faults: any of the six that issue 2 names."""
+    assert not failures(vectors_directories, "port", "float32")
+
+
+def test_every_third_vector_on_the_spec(vectors_directories: list[Path]) -> None:
+    """Fault: a float64 constant in the specification's float32; XLA compiles each case for it."""
+    assert not failures(vectors_directories, "spec", "float32", every=3)
 
 
 def test_every_vector_on_the_ports_plain_forms(vectors_directories: list[Path]) -> None:

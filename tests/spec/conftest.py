@@ -1,13 +1,9 @@
 """The spec's tests run in float64, with strict dtype promotion and no implicit rank promotion."""
 
-import os
 from collections.abc import Iterator
 
 import jax
 import pytest
-
-# These tests spend their time in XLA's compiler, not in what it compiles.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 
 @pytest.fixture(autouse=True, scope="module")

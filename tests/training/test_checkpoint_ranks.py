@@ -149,7 +149,7 @@ def test_a_checkpoint_goes_on_with_any_number_of_ranks(tmp_path: Path) -> None:
 
 # --- Killed --------------------------------------------------------------------------------------
 
-KILLS = 10
+KILLS = 6
 
 
 def endless(rank: int, world_size: int, place: Path, life: int) -> None:

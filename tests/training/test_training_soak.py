@@ -1,4 +1,4 @@
-"""A run of two processes, killed ten times; `torch-port soak` does it three hundred times."""
+"""A run of two processes, killed four times; `torch-port soak` does it three hundred times."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch_port.training.toy_run import write_toy_run
 from torch_port.training.trainer import run_training
 
 
-def test_ten_kills_lose_and_change_nothing(tmp_path: Path) -> None:
+def test_four_kills_lose_and_change_nothing(tmp_path: Path) -> None:
     """Faults: a checkpoint is renamed before all of it is written; a resume repeats or skips a
     step; what a killed save leaves is taken for a checkpoint."""
-    found = soak(tmp_path / "soak", 10, Console(quiet=True))
+    found = soak(tmp_path / "soak", 4, Console(quiet=True))
     assert found.problems == []
-    assert found.kills == 10
-    assert found.resumes >= 3  # a kill can come before the first checkpoint
-    assert found.compared >= 10
+    assert found.kills == 4
+    assert found.resumes >= 1  # a kill can come before the first checkpoint
+    assert found.compared >= 4
 
 
 def _flip_a_bit(place: Path) -> None:
