@@ -95,4 +95,14 @@ REVIEWED: tuple[Mutant, ...] = (
         ("gradients",),
         ("eagle3-pruned",),
     ),
+    Mutant(
+        "captured-layers-sorted",
+        "port",
+        "§2",
+        "speculators files list the captured layers in ascending order, fc reads them in its own",
+        "torch_port/formats/speculators.py",
+        "[layer + 1 for layer in config.target_layer_ids],",
+        "sorted(layer + 1 for layer in config.target_layer_ids),",
+        ("checkpoints",),
+    ),
 )

@@ -13,7 +13,7 @@ import numpy as np
 
 from parity.cases import Array, Case
 from parity.checks.base import Check, CheckResult, Measured, Plan, record
-from parity.checks.drawn import Drawn, compare_drawn, first_failure
+from parity.checks.drawn import Drawn, compare_drawn, counting, first_failure
 from parity.checks.losses import REFUSALS
 from parity.compare import TOLERANCE, relative_error
 from parity.configurations import Configuration, chosen_configurations
@@ -54,13 +54,7 @@ def run_batches(plan: Plan, names: Sequence[str] = NAMES) -> dict[str, CheckResu
     chosen = chosen_configurations(plan.quick, plan.configurations)
     started = time.process_time()
     count = plan.count(QUICK, WHOLE)
-    done, total = 0, len(chosen) * count
-
-    def counted() -> None:
-        nonlocal done
-        done += 1
-        plan.progress(done, total)
-
+    counted = counting(plan, len(chosen) * count)
     for configuration in chosen:
         failed = _compare_edges(results, configuration, plan)
         if not (failed and plan.first_only):

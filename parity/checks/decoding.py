@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from parity.cases import Array, Case, as_dtype
 from parity.checks.base import Check, CheckResult, Measured, Plan
-from parity.checks.drawn import Drawn, compare_drawn
+from parity.checks.drawn import Drawn, compare_drawn, counting
 from parity.compare import Comparison, compare_answers
 from parity.draw import draw_recipe
 from parity.recipes import Recipe, V
@@ -220,13 +220,8 @@ def run_decoding(plan: Plan) -> CheckResult:
     """Decode drawn cases on both sides with the same uniforms."""
     result, started = CheckResult(NAME), time.process_time()
     kinds = [kind for kind in KINDS if plan.wants(kind)]
-    count, done = plan.count(QUICK, WHOLE), 0
-
-    def counted() -> None:
-        nonlocal done
-        done += 1
-        plan.progress(done, count * len(kinds))
-
+    count = plan.count(QUICK, WHOLE)
+    counted = counting(plan, count * len(kinds))
     for kind in kinds:
         drawn = Drawn(
             kind,

@@ -74,6 +74,18 @@ def compare_drawn(
     return True
 
 
+def counting(plan: Plan, total: int) -> Callable[[], None]:
+    """Return what to call after each case, so that the plan's progress counts to `total`."""
+    done = 0
+
+    def counted() -> None:
+        nonlocal done
+        done += 1
+        plan.progress(done, total)
+
+    return counted
+
+
 def first_failure(
     results: Mapping[str, CheckResult], measured: Sequence[Measured]
 ) -> Measured | None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from parity.cases import Array, Case
 from parity.checks.base import Check, CheckResult, Measured, Plan, record
-from parity.checks.drawn import Drawn, compare_drawn
+from parity.checks.drawn import Drawn, compare_drawn, counting
 from parity.checks.rounding import ROUNDING_RUN, compare_rounding
 from parity.compare import relative_error
 from parity.configurations import BY_NAME, Configuration
@@ -35,13 +35,8 @@ def run_precision(plan: Plan) -> CheckResult:
     """Draw cases with ordinary logits and compare the precisions."""
     result, started = CheckResult(NAME), time.process_time()
     configurations = [BY_NAME[name] for name in chosen(plan) if plan.wants(name)]
-    count, done = plan.count(QUICK, WHOLE), 0
-
-    def counted() -> None:
-        nonlocal done
-        done += 1
-        plan.progress(done, len(configurations) * count)
-
+    count = plan.count(QUICK, WHOLE)
+    counted = counting(plan, len(configurations) * count)
     for configuration in configurations:
         drawn = Drawn(
             configuration.name,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from parity.cases import Array, Case
 from parity.checks.base import Check, CheckResult, Measured, Plan
-from parity.checks.drawn import Drawn, compare_drawn
+from parity.checks.drawn import Drawn, compare_drawn, counting
 from parity.sides import setup_jax
 from parity.tolerances import EXACT
 
@@ -27,13 +27,8 @@ def run_vocabulary(plan: Plan) -> CheckResult:
     result, started = CheckResult(NAME), time.process_time()
     setup_jax()
     kinds = [kind for kind in KINDS if plan.wants(kind)]
-    count, done = plan.count(QUICK, WHOLE), 0
-
-    def counted() -> None:
-        nonlocal done
-        done += 1
-        plan.progress(done, len(kinds) * count)
-
+    count = plan.count(QUICK, WHOLE)
+    counted = counting(plan, len(kinds) * count)
     for kind in kinds:
         drawn = Drawn(kind, KINDS[kind], partial(_make, kind), compare_maps, tell=_told)
         if compare_drawn({NAME: result}, drawn, plan, count, counted) and plan.first_only:
