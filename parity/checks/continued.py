@@ -47,13 +47,17 @@ def state_case(seed: int) -> Case:
 
 
 def compare_continued(case: Case, name: str) -> list[Measured]:
-    """Train in torch, save, convert to orbax, go on in JAX: beside a torch run that goes on."""
+    """Train in torch, save, convert to orbax, go on in JAX: beside a torch run that goes on.
+
+    And beside one that the port itself resumes from its checkpoint, bit for bit.
+    """
     setup_jax()
     port = _Port(case)
     for step in range(1, TURN + 1):
         port.step(step)
     with tempfile.TemporaryDirectory(prefix="parity-") as temporary:
         state = port.into_spec(Path(temporary))
+        resumed = port.resumed(Path(temporary))
     measured = [Measured(name, "steps taken over", float(abs(int(state.step) - TURN)), EXACT)]
     from jaxdraft import training
 
@@ -65,6 +69,11 @@ def compare_continued(case: Case, name: str) -> list[Measured]:
         worst = max((relative_error(found[n], wanted[n]), n) for n in wanted)
         stage = f"step {step}, continued: parameter {worst[1]}"
         measured.append(Measured(name, stage, worst[0], TRAINING["parameters"]))
+        resumed.step(step)
+        own = resumed.parameters()
+        worst = max((relative_error(own[n], wanted[n]), n) for n in wanted)
+        stage = f"step {step}, resumed by the port: parameter {worst[1]}"
+        measured.append(Measured(name, stage, worst[0], EXACT))
     return measured
 
 
@@ -108,3 +117,22 @@ class _Port:
         numbers["epsilon"] = numbers.pop("eps")
         settings = config, ObjectiveConfig(**self.case.objective), OptimizerConfig(**numbers)
         return restore(place / "orbax", *settings, target, _TARGET, "float64")
+
+    def resumed(self, place: Path) -> _Port:
+        """Save the run as training does, and return another one that resumes it."""
+        import torch
+
+        from torch_port.run_sections import CheckpointsSection
+        from torch_port.training.checkpoints import CheckpointManager
+        from torch_port.training.distribution import Ranks
+        from torch_port.training.state import RunFacts
+
+        facts = RunFacts("dspark", self.objective, self.target, _TARGET)
+        section = CheckpointsSection(asynchronous=False)
+        alone = Ranks(0, 1, 0, torch.device("cpu"), "single", None)
+        checkpoints = CheckpointManager(place / "checkpoints", section, alone)
+        checkpoints.save(TURN, self.draft, self.optimizer, facts)
+        other, newest = _Port(self.case), checkpoints.newest()
+        assert newest is not None
+        checkpoints.load(newest, other.draft, other.optimizer, facts)
+        return other

@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from parity.cases import Array, Case
 from parity.checks.base import Check, CheckResult, Measured, Plan
 from parity.checks.drawn import Drawn, compare_drawn, counting
+from parity.compare import TOLERANCE, relative_error
 from parity.sides import setup_jax
 from parity.tolerances import EXACT
 
 NAME = "vocabulary"
 QUICK, WHOLE = 60, 600  # random cases of each configuration
+_MASS_IDS = 11
 _ROUNDING = 1e-15  # of a coverage: one division of two whole numbers
 
 
@@ -39,19 +41,31 @@ def run_vocabulary(plan: Plan) -> CheckResult:
 
 def _make(kind: str, number: int, value: tuple[list[int], dict[str, Any]]) -> Case:
     counts, asked = value
+    tensors = {"counts": np.array(counts, np.int64)}
+    if kind == "mass":
+        tensors |= _teacher(len(counts), np.array(asked["mask"]), number)
     return Case(
         name=f"{kind} #{number}",
         path=Path(kind),
         config={},
         objective={},
         expect={},
-        tensors={"counts": np.array(counts, np.int64)},
+        tensors=tensors,
         extra={NAME: asked},
     )
 
 
+def _teacher(V: int, mask: Array, number: int) -> dict[str, Array]:
+    """Draw a teacher's states and head, by the case's number."""
+    random = np.random.default_rng([23, number])
+    states, head = random.normal(size=(*mask.shape, 5)), random.normal(size=(V, 5))
+    return {"states": states, "head": head, "mask": mask.astype(np.float64)}
+
+
 def compare_maps(case: Case) -> list[Measured]:
     """Compare t2d, d2t, the derived index and the coverage of both sides, or that both refuse."""
+    if "states" in case.tensors:
+        return _compare_masses(case)
     if "ids" in case.extra[NAME]:
         return _compare_counting(case)
     port, spec = _answer(_port_map, case), _answer(_spec_map, case)
@@ -84,6 +98,30 @@ def _compare_counting(case: Case) -> list[Measured]:
     got = count_supervised_tokens(zip(ids, mask.astype(np.float32), strict=True), V)
     same = np.array_equal(got, expected)
     return [Measured(NAME, "supervised counts", 0.0 if same else float("inf"), EXACT)]
+
+
+def _compare_masses(case: Case) -> list[Measured]:
+    """Compare the teacher's mass of every id, and the maps that both make of the port's."""
+    import jax.numpy as jnp
+    import torch
+
+    from jaxdraft.vocabulary import build_map_by_mass, teacher_mass
+    from torch_port.vocabulary.mass import TeacherMass
+    from torch_port.vocabulary.selection import select_by_mass
+
+    states, head, mask = (case.tensors[name] for name in ("states", "head", "mask"))
+    port = TeacherMass(torch.from_numpy(head))
+    for row, on in zip(states, mask, strict=True):
+        port.add(torch.from_numpy(row), torch.from_numpy(on))
+    got = port.total().numpy()
+    spec = np.asarray(teacher_mass(*map(jnp.asarray, (states, mask, head))))
+    size = case.extra[NAME]["size"]
+    kept = np.flatnonzero(np.asarray(build_map_by_mass(got, size).t2d))
+    same = np.array_equal(select_by_mass(got, size), kept)
+    return [
+        Measured(NAME, "teacher mass", relative_error(got, spec), TOLERANCE["float64"]),
+        Measured(NAME, "map by mass", 0.0 if same else float("inf"), EXACT),
+    ]
 
 
 def _short(answer: dict[str, Array] | str) -> str:
@@ -239,6 +277,14 @@ def _counting(draw: st.DrawFn) -> Value:
     return [0] * V, {"ids": ids, "mask": mask}
 
 
+@st.composite
+def _mass(draw: st.DrawFn) -> Value:
+    """Loss masks of two rows of a teacher's states; one size of each, as XLA compiles for it."""
+    values = st.sampled_from([1.0, 0.6, 0.5, 0.0])
+    rows = st.lists(st.lists(values, min_size=9, max_size=9), min_size=2, max_size=2)
+    return [0] * _MASS_IDS, {"size": draw(st.integers(1, _MASS_IDS)), "mask": draw(rows)}
+
+
 KINDS: dict[str, st.SearchStrategy[Value]] = {
     "counting": _counting(),
     "counts": _counts(),
@@ -248,16 +294,18 @@ KINDS: dict[str, st.SearchStrategy[Value]] = {
     "padding rows": _padding(),
     "K at its ends": _ends(),
     "mistakes": _mistakes(),
+    "mass": _mass(),
 }
 
 CHECK = Check(
     NAME,
     "the map built from counts: t2d, d2t, index, coverage; ties, pinned ids, fill, padding rows; "
+    "supervised tokens counted, the teacher's mass summed; "
     "both refuse the same mistakes",
     ("§2",),
     run_vocabulary,
     (
-        "maps by the teacher's mass, whose sums round differently everywhere (§2 is by count)",
+        "maps by each side's own mass, whose sums round differently: both rank the port's",
         "the words of a refusal, which are each side's own",
     ),
 )
