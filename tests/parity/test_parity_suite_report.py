@@ -32,10 +32,10 @@ def test_a_run_writes_its_report_and_says_so(tmp_path: Path) -> None:
     """Faults: worker processes that lose cases; a page that loads something; no exit status."""
     result = CliRunner().invoke(app, [*RUN, "2", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
-    assert "1 of 1 checks agree: 480 random cases" in result.output
+    assert "1 of 1 checks agree: 540 random cases" in result.output
     document = json.loads((tmp_path / "report.json").read_text())
     assert document["agrees"] is True
-    assert document["random_cases"] == 480
+    assert document["random_cases"] == 540
     page = (tmp_path / "report.html").read_text()
     assert re.search(r"(src|href)=|<script|url\(|@import", page) is None
     assert "YES" in page
