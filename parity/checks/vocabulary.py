@@ -32,18 +32,18 @@ def run_vocabulary(plan: Plan) -> CheckResult:
     count = plan.count(QUICK, WHOLE)
     counted = counting(plan, len(kinds) * count)
     for kind in kinds:
-        drawn = Drawn(kind, KINDS[kind], partial(_make, kind), compare_maps, tell=_told)
+        drawn = Drawn(kind, KINDS[kind], partial(_make, kind, plan.seed), compare_maps, tell=_told)
         if compare_drawn({NAME: result}, drawn, plan, count, counted) and plan.first_only:
             break
     result.seconds = time.process_time() - started
     return result
 
 
-def _make(kind: str, number: int, value: tuple[list[int], dict[str, Any]]) -> Case:
+def _make(kind: str, seed: int, number: int, value: tuple[list[int], dict[str, Any]]) -> Case:
     counts, asked = value
     tensors = {"counts": np.array(counts, np.int64)}
     if kind == "mass":
-        tensors |= _teacher(len(counts), np.array(asked["mask"]), number)
+        tensors |= _teacher(len(counts), np.array(asked["mask"]), seed, number)
     return Case(
         name=f"{kind} #{number}",
         path=Path(kind),
@@ -55,9 +55,9 @@ def _make(kind: str, number: int, value: tuple[list[int], dict[str, Any]]) -> Ca
     )
 
 
-def _teacher(V: int, mask: Array, number: int) -> dict[str, Array]:
-    """Draw a teacher's states and head, by the case's number."""
-    random = np.random.default_rng([23, number])
+def _teacher(V: int, mask: Array, seed: int, number: int) -> dict[str, Array]:
+    """Draw a teacher's states and head, by the run's seed and the case's number."""
+    random = np.random.default_rng([23, seed, number])
     states, head = random.normal(size=(*mask.shape, 5)), random.normal(size=(V, 5))
     return {"states": states, "head": head, "mask": mask.astype(np.float64)}
 
