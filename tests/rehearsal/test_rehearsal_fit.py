@@ -135,7 +135,7 @@ optimizer: {{peak_rate: 1e-3, warmup_steps: 1, total_steps: 10}}
 
 def test_rehearse_command(tmp_path: Path) -> None:
     """Faults: a report that needs the target or the features, a status that does not follow from
-    the verdict, a file that is not written."""
+    the verdict, a file that is not written, a place that a terminal of 80 columns cuts."""
     run, out = tiny_run(tmp_path), tmp_path / "r.json"
     done = runner.invoke(
         app,
@@ -148,9 +148,12 @@ def test_rehearse_command(tmp_path: Path) -> None:
             "--html",
             str(tmp_path / "r.html"),
         ],
+        env={"COLUMNS": "80"},
     )
     assert done.exit_code == 0, done.output
     assert re.search(r"fits in 64 GiB less 8 %: yes", done.output)
+    assert max(map(len, done.output.splitlines())) == 80
+    assert "…" not in done.output
     report = json.loads(out.read_text(encoding="utf-8"))
     assert report["run"]["anchors"] == 3
     assert report["memory"]["peak"] > 0

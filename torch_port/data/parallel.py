@@ -35,16 +35,17 @@ def in_processes(
     work: Callable[[Piece], Part],
     pieces: Sequence[Piece],
     workers: int,
-    start: Callable[..., None],
-    settings: tuple[Any, ...],
+    start: Callable[..., None] | None = None,
+    settings: tuple[Any, ...] = (),
     option: str = "--workers",
 ) -> Iterator[Part]:
     """Yield `work(piece)` for every piece, in order.
 
     Two pieces per process are under way, not the whole list: memory does not grow with it.
 
-    Arguments: `work`, a module's function; `pieces`; `workers`; `start`, called with `settings`
-    in every process before its first piece; `option` that sets the number of processes.
+    Arguments: `work`, a module's function; `pieces`; `workers`; `start`, if there is one, called
+    with `settings` in every process before its first piece; `option` that sets the number of
+    processes.
     Raises UserError when a process dies, and what `work` raises.
     """
     # Spawned, not forked: a fork would copy the locks of whatever threads there are.
@@ -66,11 +67,12 @@ def in_processes(
         pool.shutdown(cancel_futures=True)
 
 
-def _start(start: Callable[..., None], settings: tuple[Any, ...]) -> None:
+def _start(start: Callable[..., None] | None, settings: tuple[Any, ...]) -> None:
     # Ctrl-C reaches the whole group, and ends this process at once and without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     end_with_parent()
-    start(*settings)
+    if start is not None:
+        start(*settings)
 
 
 def end_with_parent() -> None:

@@ -62,7 +62,7 @@ class Frontier:
         shardings = (1,) if self.world_size == 1 else (1, self.world_size)
         cases = [(k, r, c) for c in shardings for r in RECOMPUTE for k in vocabularies]
         found: list[Longest] = []
-        done = in_processes(partial(longest, self), cases, workers, _begin, ())
+        done = in_processes(partial(longest, self), cases, workers)
         with stage("settings", len(cases), console) as progress:
             for result in done:
                 found.append(result)
@@ -84,10 +84,6 @@ class Frontier:
         memory = rehearse(run, config=config, world_size=cards, coarse=True).memory
         passes = [memory.by_phase[f"step 2: {name}"] for name in ("forward", "backward")]
         return memory.peak, max(passes)
-
-
-def _begin() -> None:
-    """Nothing: a process brings all that it needs."""
 
 
 def longest(frontier: Frontier, case: tuple[int, str, int]) -> Longest:
